@@ -30,9 +30,8 @@ from benchmarks.lib.report import columns, heading, make_parser, write_json
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.episodes import forged_episodes
-from swarmnode.rollouts.admission import Admission
+from swarmnode.rollouts.admission import Admission, ScoringQueue
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
-from swarmnode.rollouts.scoring import ScoringQueue
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer, Scored
 

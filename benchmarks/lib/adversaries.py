@@ -32,8 +32,8 @@ from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.sampling import PROBATION_GROUPS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
-from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.scorer import GymTask
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.judge import judge

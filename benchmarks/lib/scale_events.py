@@ -22,14 +22,12 @@ from pathlib import Path
 from statistics import fmean
 
 from swarmnode.p2p.turnover import SILENT_SECONDS
+from swarmnode.rollouts.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.rollouts.offers import Pull
-from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.pull_gossip import ANSWER_INTERVAL_SECONDS, ANSWER_SECONDS, NEWS_SECONDS
-from swarmnode.rollouts.puller import Puller
+from swarmnode.rollouts.pool import PeerTrust, Pool
+from swarmnode.rollouts.puller import Pull, Puller
 from swarmnode.rollouts.sampling import most_per_peer, spread
-from swarmnode.rollouts.shelf import Allowances, Shelf
-from swarmnode.rollouts.trust import PeerTrust
+from swarmnode.rollouts.shelf import ANSWER_INTERVAL_SECONDS, NEWS_SECONDS, Allowances, Shelf
 from swarmnode.trainer.judge import reserve
 from swarmnode.wire import codec
 from swarmnode.wire.limits import PATIENCE_SECONDS
@@ -273,7 +271,7 @@ class Node:
     def list_groups(
         self, reader: Node, request: ListingRequest, reply: Callable[[ListingResponse], None]
     ) -> None:
-        """Answer a poll as `pull_gossip.Server` does: at once if the listing is not empty, else at
+        """Answer a poll as `shelf.ShelfServer` does: at once if the listing is not empty, else at
         the next news or at the end of the patience."""
         now = self.world.now
         if not self.allowances.has_room(reader.peer, now):

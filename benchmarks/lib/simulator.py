@@ -24,18 +24,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.lib import marks
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, norm
+from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, LossProbe, norm
 from swarmnode.averaging.outer import OuterState, Tensors, prepare
-from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
-from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.pool import PeerTrust, Pool
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version

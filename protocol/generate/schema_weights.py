@@ -7,7 +7,6 @@ import sys
 import msgspec
 
 from protocol.generate.schema import render, write
-from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import (
     Accepted,
     Busy,
@@ -20,6 +19,7 @@ from swarmnode.weights.messages import (
     Swap,
 )
 from swarmnode.weights.payload import Header
+from swarmnode.weights.state import StateManifest
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     "weights_here": Here,

@@ -1,5 +1,7 @@
-"""The gate: checks of a partner's tensors θ_j before a weight of this node's θ_i changes. They run
-in this order, and the first failure refuses the swap. d = θ_j − θ_i.
+"""The gate: checks of a partner's tensors θ_j before a weight of this node's θ_i changes
+(`AveragingGate`, `LossProbe`), and the detection of swaps that did harm (`RevertMonitor`).
+
+The checks run in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
     format    names, dtype, shape, finite, bounds
     norms     ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
@@ -11,26 +13,32 @@ the model trains. `conclude` does the rest. `weights.payload` has checked all si
 was allocated. `weights.local` defines the cost of each outcome in reputation, `weights.exchange`
 the backoff. The gate stores nothing about a peer but its distances in the medians.
 
-After the commit, `revert_monitor` decides whether to revert the swap. A hostile partner can still
+After the commit, `RevertMonitor` decides whether to revert the swap. A hostile partner can still
 move the weights by at most w τ per swap, in a direction that the probe does not detect. The clip is
 ClippedGossip's (arXiv 2202.01545), with a threshold that a node can compute alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
+import msgspec
 import torch
 
+from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.outer import Tensors
+from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import Row
+from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.local import OUTCOMES, TAKEN
+from swarmnode.weights.local import AVERAGED, OUTCOMES
 
 CLIP: Final = 2.0
 """τ in units of the median of accepted distances."""
@@ -251,7 +259,7 @@ class AveragingGate:
 
     def statistics(self) -> GateStatistics:
         with self._lock:
-            taken = sum(self._outcomes[o] for o in (*TAKEN, "probation"))
+            taken = sum(self._outcomes[o] for o in (*AVERAGED, "probation"))
             return GateStatistics(
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,
@@ -355,3 +363,178 @@ def _remember(window: deque[tuple[str, float]], peer: str, value: float) -> None
     if len(of_peer) >= WINDOW_PER_PEER:
         window.remove(of_peer[0])
     window.append((peer, value))
+
+
+# ---- probe ---------------------------------------------------------------------------------------
+
+
+PROBE_SEQUENCES: Final = 16
+"""Own completions that are measured; enough that a single one does not decide."""
+LEAST_PROBE: Final = 8
+"""Least number of completions for a verdict."""
+LARGEST_LOG_RATIO: Final = 20.0
+
+Answer = Callable[[Losses | None], None]
+"""Receives the losses, from any thread; None if they could not be measured."""
+
+
+class Probe(Protocol):
+    """Measures averaged weights."""
+
+    def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
+        """Measure the losses of the policy with the weights `mine` and `mean`, between two steps.
+        `answer` is called now or later.
+
+        Returns:
+            False if there are too few completions. `answer` is not called then, and the weights
+            must not be accepted.
+        """
+        ...
+
+
+def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> Losses:
+    """Return the losses of both policies.
+
+    Args:
+        before: Log-probabilities of the tokens under this node's policy, at least one.
+        after: Log-probabilities of the same tokens under the averaged policy.
+        rewarded: True if the completions were rewarded, so that the loss alone decides.
+    """
+    count = len(before)
+    worse = [ours - theirs for ours, theirs in zip(before, after, strict=True)]
+    losses = Losses(-sum(before) / count, -sum(after) / count, error=_error_of_mean(worse))
+    if rewarded:
+        return losses
+    ratios = [min(-nats, LARGEST_LOG_RATIO) for nats in worse]
+    drifts = [math.exp(r) - 1 - r for r in ratios]
+    error = max(losses.error, _error_of_mean(drifts))
+    return dataclasses.replace(losses, drift=sum(drifts) / count, error=error)
+
+
+def _error_of_mean(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; 0 if it is not finite."""
+    count, mean = len(values), sum(values) / len(values)
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, count - 1) / count)
+    return error if math.isfinite(error) else 0.0
+
+
+class LossProbe:
+    """Probe for a node that holds the whole policy: it measures whether averaged weights make the
+    policy worse on own completions, which no peer has seen. The trainer's thread waits for it.
+
+    * If enough own completions were rewarded, it compares their loss under both policies: the
+      averaged policy must not unlearn them.
+    * Otherwise it takes any own completions and measures the KL divergence too. They were sampled
+      from this node's policy p, so the mean of log p − log p̄ over their tokens estimates KL(p ‖ p̄)
+      for the averaged policy p̄, and so does the mean of r − 1 − log r with r = p̄ / p, which is
+      never negative.
+
+    The second case covers a policy without any reward, where a hostile peer would otherwise be
+    bounded by the gate's clip only. Without own completions, no weights are accepted.
+    """
+
+    def __init__(
+        self, policy: Policy, batcher: MicroBatcher, temperature: float, tensors: AveragedTensors
+    ) -> None:
+        self._policy = policy
+        self._batcher = batcher
+        self._temperature = temperature
+        self._tensors = tensors
+        self._rewarded: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
+        self._own: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
+
+    def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
+        """Store own completions.
+
+        Args:
+            rewarded: Completions with the highest reward of their group.
+            own: All completions of a batch, of which a sample is stored.
+        """
+        completed = [row for row in own if row.tokens]
+        self._rewarded.extend(row for row in rewarded if row.tokens)
+        self._own.extend(completed[:: max(1, len(completed) // PROBE_SEQUENCES)])
+
+    def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
+        rewarded = len(self._rewarded) >= LEAST_PROBE
+        rows = list(self._rewarded if rewarded else self._own)
+        before = {name: self._tensors.parameters[name].detach().clone() for name in mine}
+        while len(rows) >= LEAST_PROBE:
+            with self._tensors.lock:
+                try:
+                    losses = compare(
+                        self._logprobs(mine, rows), self._logprobs(mean, rows), rewarded
+                    )
+                except RowTooLarge as error:
+                    rows.pop(error.row)
+                    continue
+                finally:
+                    self._tensors.set(before)
+            answer(losses)
+            return True
+        return False
+
+    def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
+        """Return the log-probabilities of the sampled tokens of all `rows`, concatenated."""
+        self._tensors.set(tensors)
+        scored = self._batcher.score(self._policy, rows, self._temperature)
+        return [v for row, values in zip(rows, scored, strict=True) for v in row.at_sampled(values)]
+
+
+# ---- revert --------------------------------------------------------------------------------------
+
+
+SIGMAS: Final = 3.0
+"""A fall of held-out reward by more than this many standard deviations is no chance event (one in a
+thousand for a normal distribution)."""
+WATCHED: Final = 64
+"""Most partners under watch; the latest are kept. A stage of a crew never measures a reward."""
+FLOOR: Final = 0.02
+"""Least σ, in units of reward. Two equal measurements on sixteen questions do not prove that the
+noise is zero."""
+
+
+class RevertMonitor(msgspec.Struct, frozen=True):
+    """Detects swaps that made the policy worse: compares the first held-out reward after swaps with
+    the last one before them. It is immutable, so that the trainer can save it with its counters.
+
+    A fall of more than SIGMAS σ calls for a revert. σ is the root mean square of the changes
+    between successive rewards, which include the progress of learning, but at least FLOOR.
+    """
+
+    last: float | None = None
+    """Latest held-out reward of a policy that was not reverted."""
+    variance: float = 0.0
+    """Mean square of the changes between successive rewards."""
+    changes: int = 0
+    peers: tuple[str, ...] = ()
+    """Partners of the swaps under watch."""
+    before: float | None = None
+    """Reward before these swaps."""
+
+    @property
+    def sigma(self) -> float:
+        return max(FLOOR, math.sqrt(self.variance))
+
+    def committed(self, peer: str) -> RevertMonitor:
+        """Return the state after a swap with `peer`. If several swaps precede the next reward, any
+        of them may cause a fall."""
+        others = tuple(other for other in self.peers if other != peer)
+        return msgspec.structs.replace(self, peers=(*others, peer)[-WATCHED:], before=self.last)
+
+    def fell(self, reward: float, before: float | None) -> bool:
+        """Return True if `reward` is below `before` by more than SIGMAS σ."""
+        return before is not None and reward < before - SIGMAS * self.sigma
+
+    def observed(self, reward: float) -> tuple[RevertMonitor, tuple[str, ...]]:
+        """Return the state after a measurement, and the peers whose swaps must be reverted."""
+        done = msgspec.structs.replace(self, peers=(), before=None)
+        if not math.isfinite(reward):
+            return done, ()
+        if self.peers and self.fell(reward, self.before):
+            return done, self.peers  # the reward of the reverted policy is not recorded
+        if self.last is None:
+            return msgspec.structs.replace(done, last=reward), ()
+        changes = self.changes + 1
+        share = max(0.1, 1 / changes)
+        variance = self.variance + share * ((reward - self.last) ** 2 - self.variance)
+        return msgspec.structs.replace(done, last=reward, variance=variance, changes=changes), ()

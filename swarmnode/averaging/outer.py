@@ -21,14 +21,17 @@ The optimizer's moments are neither exchanged nor reset. Weights are set with `t
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 import torch
 
 from swarmnode.errors import StateError
 from swarmnode.policy.footprint import UNDO_WEIGHTS
+from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.rule import Rule
 
 Tensors = dict[str, torch.Tensor]
@@ -63,8 +66,6 @@ class OuterStatistics:
     reverts: int
     momentum_norm: float
     """‖δ‖ over all tensors."""
-    revertible: bool
-    """True if `revert` has something to restore."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,6 @@ class OuterState:
             self._steps,
             self._reverts,
             sum(self._squares.values()) ** 0.5,
-            self._undo is not None,
         )
 
     def _replace(self, phi: Tensors, delta: Tensors) -> None:
@@ -334,3 +334,94 @@ class OuterState:
 
 def _square(tensor: torch.Tensor) -> float:
     return float(tensor.square().sum(dtype=torch.float64))
+
+
+# ---- swaps under way -----------------------------------------------------------------------------
+
+
+DROPPED: Final = 1024
+"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
+state."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """State of one swap of a fragment, or of a solo step."""
+
+    session: bytes
+    """Empty for a solo step."""
+    fragment: int
+    snapshot: Tensors
+    """This node's weights of the fragment at the time of the copy, float32 on the host."""
+    shared: Tensors
+    """The subset of `snapshot` that the partner holds too."""
+    slow: SlowWeights
+    """φ and δ at the time of the copy."""
+    outer_step: int
+    """Outer steps that the fragment had taken. If only tensors that remain from the last outer step
+    are swapped, that step is not counted."""
+    peer: str = ""
+    their_outer_step: int | None = None
+    """The partner's claim."""
+    prepared: Prepared | None = None
+    """The outer step with the tensors that passed the gate; None before."""
+    outcome: str = ""
+    """The gate's verdict, one of `weights.local.OUTCOMES`."""
+
+
+class ExchangeTable:
+    """Swaps under way in the trainer by session, at most MOST_SWAPS. An exchange that is not in the
+    table must not be applied. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
+        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
+        self._lock = threading.Lock()
+
+    def put(self, exchange: Exchange) -> None:
+        """Add an exchange unless it was dropped before. Of more than MOST_SWAPS, remove the
+        oldest."""
+        with self._lock:
+            if exchange.session in self._dropped:
+                return
+            self._exchanges[exchange.session] = exchange
+            while len(self._exchanges) > MOST_SWAPS:
+                self._exchanges.popitem(last=False)
+
+    def get(self, session: bytes) -> Exchange | None:
+        with self._lock:
+            return self._exchanges.get(session)
+
+    def update(self, exchange: Exchange) -> bool:
+        """Replace the record of an exchange. Return False if the exchange was dropped meanwhile."""
+        with self._lock:
+            if exchange.session not in self._exchanges:
+                return False
+            self._exchanges[exchange.session] = exchange
+            return True
+
+    def pop(self, session: bytes) -> Exchange | None:
+        with self._lock:
+            return self._exchanges.pop(session, None)
+
+    def drop(self, session: bytes) -> None:
+        """Remove an exchange, and refuse it if it is added later."""
+        with self._lock:
+            self._exchanges.pop(session, None)
+            self._dropped.append(session)
+
+    def is_dropped(self, session: bytes) -> bool:
+        with self._lock:
+            return session in self._dropped
+
+    def drop_fragment(self, fragment: int) -> None:
+        """Remove all exchanges of `fragment`: their copies are of weights that no longer exist."""
+        with self._lock:
+            for session in [
+                s for s, exchange in self._exchanges.items() if exchange.fragment == fragment
+            ]:
+                del self._exchanges[session]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._exchanges.clear()

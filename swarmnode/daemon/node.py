@@ -76,7 +76,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
                 member.members_choose_difficulty,
             ),
             config.sharing,
-            budget=meter,
+            allows=meter.allows,
             version_of=member.summaries.version_of,
         )
         crew = StageService(

@@ -23,8 +23,8 @@ from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
 from swarmnode.stages.service import StageService, StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
+from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightService, WeightsStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Summary

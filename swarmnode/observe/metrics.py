@@ -565,7 +565,7 @@ ROLLOUTS = (
     Metric(
         "swarmnode_rollouts_false_listings_total",
         "counter",
-        "rollouts.pulling.claims.lies",
+        "rollouts.pulling.claims.faults",
         "False listings of peers and requests without a response, by kind. `absent`, `slow` and"
         " `trajectory` also occur with honest peers.",
         ("kind",),

@@ -27,7 +27,7 @@ from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.stages.service import StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
-from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 
 

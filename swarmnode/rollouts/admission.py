@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import msgspec
+import trio
 
 from swarmnode import __version__
 from swarmnode.config import SharingConfig
@@ -29,19 +31,27 @@ from swarmnode.errors import BadMessage
 from swarmnode.rollouts.groups import (
     Candidate,
     ExternalGroup,
+    answers,
     has_turns,
     has_unwanted_characters,
     is_useful,
+    memory_bytes,
     played_actions,
 )
 from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.rollouts.signers import Frames, Signer, Signers
-from swarmnode.tasks.frames import Episode, Scored
+from swarmnode.tasks.frames import (
+    CompletionText,
+    Episode,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+)
 from swarmnode.tasks.registry import TASKS, task_version
-from swarmnode.tasks.seeds import check_seed
+from swarmnode.tasks.seeds import check_seed, evaluation_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Completion, Envelope, RolloutGroup, Turn
+from swarmnode.wire.messages import Completion, Envelope, RolloutGroup, TaskRef, Turn
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +60,7 @@ SEEN_FRAMES = 16_384
 then costs one hash."""
 BYTES_PER_TOKEN = 256
 """Most UTF-8 bytes of text per token. No tokenizer in use has a longer token."""
-LONGER_THAN_OURS = 4
+LONGEST_FACTOR = 4
 """Longest completion that is trained on, in units of this node's own limit."""
 
 
@@ -317,14 +327,14 @@ class Admission:
         if not all(_adds_up(c) for c in group.completions):
             return "tokens"
         if any(
-            self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length
+            self._own_tokens(c, group.tokenizer) > LONGEST_FACTOR * self.max_completion_length
             for c in group.completions
         ):
             return "too_long"
         if any(has_unwanted_characters(c.text) for c in group.completions):
             return "charset"
-        ours = (group.model, group.tokenizer) == self.policy
-        if ours and not all(c.token_ids and c.logprobs for c in group.completions):
+        is_own_policy = (group.model, group.tokenizer) == self.policy
+        if is_own_policy and not all(c.token_ids and c.logprobs for c in group.completions):
             return "no_ids"
         return None
 
@@ -370,3 +380,400 @@ def _adds_up(completion: Completion) -> bool:
         return True
     total = float(tensors.unpack_logprobs(completion.logprobs).sum(dtype="float64"))
     return abs(total - completion.logprob) <= 0.05 + 0.01 * abs(total)
+
+
+# ---- authors and repeated envelopes --------------------------------------------------------------
+
+
+MOST_SIGNERS = 4096
+"""Largest number of stored authors with a candidate, and of authors without one."""
+MOST_CANDIDATES = 131_072
+"""Stored content ids of candidates, 28 MiB: 36 per second for the time in which a group can be
+admitted."""
+WINDOW = 4096
+"""Size of the replay window in sequence numbers, one bit each. Lower numbers are refused as
+stale."""
+BURST_SECONDS = 4.0
+"""Size of the token bucket, in seconds of the allowed rate."""
+VERSION_MEMORY_SECONDS = 600.0
+"""Time without an equal or newer policy version after which older versions are accepted again: the
+sender's trainer may have been restored to an older state."""
+
+
+class Signer:
+    """State of one author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3),
+    and the newest policy version.
+
+    Times are Unix seconds. A clock that steps back only causes a delay.
+    """
+
+    __slots__ = (
+        "_bits",
+        "_last_seen",
+        "_newest_sequence",
+        "_refilled_at",
+        "_tokens",
+        "_version",
+        "_version_at",
+        "peer",
+    )
+
+    def __init__(self, peer: str, rate: float, now: float) -> None:
+        self.peer = peer
+        self._tokens = max(1.0, rate * BURST_SECONDS)
+        self._refilled_at = now
+        self._newest_sequence = -1
+        self._bits = 0
+        self._last_seen = now
+        self._version: tuple[bytes, int] | None = None
+        self._version_at = now
+
+    def has_token(self, rate: float, now: float) -> bool:
+        """Return True if `rate` groups per second allow one more group. Does not take the token."""
+        elapsed = max(0.0, now - self._refilled_at)
+        self._tokens = min(max(1.0, rate * BURST_SECONDS), self._tokens + elapsed * rate)
+        self._refilled_at = now
+        return self._tokens >= 1.0
+
+    def take_token(self) -> None:
+        self._tokens -= 1.0
+
+    def sequence_reason(self, sequence: int, now: float) -> str | None:
+        """Return `sequence_reused`, `stale` (below the window), or None. The window is reset after
+        a silence longer than the lifetime of a group."""
+        if now - self._last_seen > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
+            self._newest_sequence, self._bits = -1, 0
+        behind = self._newest_sequence - sequence
+        if behind < 0:
+            return None
+        if behind >= WINDOW:
+            return "stale"
+        return "sequence_reused" if self._bits >> behind & 1 else None
+
+    def is_outdated(self, model: bytes, version: int, most_behind: int, now: float) -> bool:
+        """Return True if `version` is more than `most_behind` behind the newest recent version of
+        the same model."""
+        if (
+            self._version is None
+            or self._version[0] != model
+            or now - self._version_at > VERSION_MEMORY_SECONDS
+        ):
+            return False
+        return self._version[1] - version > most_behind
+
+    def note(self, sequence: int, now: float) -> None:
+        """Record an accepted sequence number."""
+        ahead = sequence - self._newest_sequence
+        if ahead > 0:
+            self._bits = (self._bits << ahead | 1) & _MASK if ahead < WINDOW else 1
+            self._newest_sequence = sequence
+        else:
+            self._bits |= 1 << -ahead
+        self._last_seen = now
+
+    def note_version(self, model: bytes, version: int, now: float) -> None:
+        """Record the newest version of the author's model."""
+        forgotten = now - self._version_at > VERSION_MEMORY_SECONDS
+        if (
+            self._version is None
+            or self._version[0] != model
+            or forgotten
+            or version >= self._version[1]
+        ):
+            self._version, self._version_at = (model, version), now
+
+
+_MASK = (1 << WINDOW) - 1
+
+
+class Signers:
+    """Authors by raw public key: at most MOST_SIGNERS that sent a candidate, and MOST_SIGNERS
+    that did not.
+
+    Identities are free, so memory must not grow with their number. The least recently active author
+    is forgotten first; a forgotten author gains a fresh rate allowance only. Ignored frames cost
+    their sender nothing. Their authors are therefore stored separately, so that they cannot
+    displace the authors of candidates.
+    """
+
+    def __init__(self) -> None:
+        self._proven: OrderedDict[bytes, Signer] = OrderedDict()
+        self._others: OrderedDict[bytes, Signer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._proven) + len(self._others)
+
+    def find(self, key: bytes) -> Signer | None:
+        """Return the author with this key and mark it as most recently active; None if unknown.
+        Never creates an author, because the key may be invented."""
+        for known in (self._proven, self._others):
+            if key in known:
+                known.move_to_end(key)
+                return known[key]
+        return None
+
+    def add(self, key: bytes, signer: Signer) -> None:
+        """Store an author whose signature was verified."""
+        _put(self._others, key, signer)
+
+    def prove(self, key: bytes, signer: Signer) -> None:
+        """Record that a group of this author became a candidate."""
+        self._others.pop(key, None)
+        _put(self._proven, key, signer)
+
+
+def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> None:
+    signers[key] = signer
+    if len(signers) > MOST_SIGNERS:
+        signers.popitem(last=False)
+
+
+class Frames:
+    """Content ids of the frames seen: candidates while they could be admitted again, and the last
+    `most` other frames.
+
+    If more than MOST_CANDIDATES arrive in that time, the oldest are forgotten, and `is_forgotten`
+    returns True for groups of that age.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._others: OrderedDict[bytes, None] = OrderedDict()
+        self._candidates: OrderedDict[bytes, float] = OrderedDict()
+        self._forgotten_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._candidates)
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._candidates or content in self._others
+
+    def add(self, content: bytes) -> None:
+        """Record a frame."""
+        self._others[content] = None
+        if len(self._others) > self.most:
+            self._others.popitem(last=False)
+
+    def prove(self, content: bytes, now: float) -> None:
+        """Record that a frame became a candidate."""
+        self._others.pop(content, None)
+        self._candidates[content] = now
+        longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
+        while (
+            len(self._candidates) > MOST_CANDIDATES
+            or now - next(iter(self._candidates.values())) > longest
+        ):
+            _, at = self._candidates.popitem(last=False)
+            if at <= now:  # otherwise the clock stepped back
+                self._forgotten_at = at
+
+    def is_forgotten(self, created_at: int) -> bool:
+        """Return True if a group created at `created_at` (Unix milliseconds) may have been a
+        candidate that was forgotten."""
+        return created_at / 1000 <= self._forgotten_at + limits.CLOCK_SKEW_SECONDS
+
+
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+SCORER_GROUPS = 32
+"""Most groups in a batch."""
+SCORER_ACTIONS = 1024
+"""Most actions of episodes in a batch of several groups, so that a batch of honest episodes stays
+within the CPU time and the response of one scorer call."""
+SCORER_TASKS = 2
+"""Batches under way at a time: one is scored while the next is decoded."""
+QUEUE_GROUPS = 512
+"""Most candidates that wait for the scorer."""
+QUEUE_BYTES = 32 * 2**20
+"""Most memory of the waiting candidates."""
+QUEUE_PEER_GROUPS = 64
+"""Most waiting candidates of one author."""
+STRIKES = 3
+"""Failures within STRIKE_SECONDS after which an author is excluded."""
+STRIKE_SECONDS = 600.0
+"""Window of the failures, and length of the exclusion."""
+STRIKE_PEERS = 1024
+"""Authors whose failures are remembered."""
+
+
+class Scorer(Protocol):
+    """The part of `tasks.client.AsyncScorer` that the queue uses."""
+
+    async def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
+    ) -> list[Scored | ScoreError]: ...
+
+
+class ScoringQueue:
+    """The queue of candidates, the tasks that score them in batches, and the exclusion of authors
+    whose groups repeatedly fail the scorer.
+
+        put ─ author excluded? room? ─▶ queue ─▶ scorer ─▶ on_scored
+                                                  └ failed ─▶ on_failed, and a strike for the
+                                                    author if the scorer works otherwise
+
+    Args:
+        scorer: Computes rewards.
+        on_scored: Called with each scored candidate.
+        on_failed: Called with reason and author of each candidate that could not be scored.
+        clock: Returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        on_scored: Callable[[Candidate, Scored], None],
+        on_failed: Callable[[str, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._scorer = scorer
+        self._on_scored = on_scored
+        self._on_failed = on_failed
+        self._clock = clock
+        self._queue = CandidateQueue()
+        self._strikes = Strikes()
+        self._news = trio.Event()
+
+    def __len__(self) -> int:
+        """Return the number of waiting candidates."""
+        return len(self._queue)
+
+    def put(self, candidate: Candidate) -> str | None:
+        """Queue a candidate.
+
+        Returns:
+            None, or the reason of the refusal: `scorer` (its author is excluded) or `busy` (the
+            queue is full).
+        """
+        if self._strikes.is_out(candidate.peer, self._clock()):
+            return "scorer"
+        if not self._queue.put(candidate):
+            return "busy"
+        self._news.set()
+        return None
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Start the scoring tasks."""
+        for _ in range(SCORER_TASKS):
+            nursery.start_soon(self._work)
+
+    async def _work(self) -> None:
+        """Score batches until cancelled. An author gets a strike only if the scorer succeeded for
+        another group of the batch, or succeeds for a question of this node; otherwise the scorer
+        itself may be broken."""
+        while True:
+            while not (batch := self._queue.take(SCORER_GROUPS)):
+                self._news = trio.Event() if self._news.is_set() else self._news
+                await self._news.wait()
+            questions = [(c.group.task, answers(c.group)) for c in batch]
+            try:
+                results = await self._scorer.score_many(questions)
+            except ScorerFailed as failed:  # the scorer process cannot be started
+                results = [failed] * len(batch)
+            works = any(isinstance(scored, Scored) for scored in results)
+            lost = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
+            if lost and not works:
+                works = await self._works(lost[0].group.task)
+            for candidate, scored in zip(batch, results, strict=True):
+                if isinstance(scored, Scored):
+                    self._on_scored(candidate, scored)
+                    continue
+                if works and _failed(scored):
+                    self._strikes.add(candidate.peer, self._clock())
+                self._on_failed(
+                    "unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer
+                )
+
+    async def _works(self, task: TaskRef) -> bool:
+        """Return True if the scorer makes a question of a task at an address of this node's
+        choice. All groups of a batch may be of one author."""
+        own = TaskRef(task.id, task.version, evaluation_seed(task.id), 0)
+        try:
+            (scored,) = await self._scorer.score_many([(own, [])])
+        except ScorerFailed:
+            return False
+        return isinstance(scored, Scored)
+
+
+def _failed(scored: Scored | ScoreError) -> bool:
+    return isinstance(scored, ScorerFailed)
+
+
+class CandidateQueue:
+    """First-in, first-out queue bounded by groups, bytes and groups of one author."""
+
+    def __init__(
+        self,
+        groups: int = QUEUE_GROUPS,
+        size: int = QUEUE_BYTES,
+        peer_groups: int = QUEUE_PEER_GROUPS,
+    ) -> None:
+        self.groups = groups
+        self.size = size
+        self.peer_groups = peer_groups
+        self._items: deque[tuple[Candidate, int]] = deque()
+        self._bytes = 0
+        self._of_peer: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, candidate: Candidate) -> bool:
+        """Append a candidate. Return False if the queue is full."""
+        size = memory_bytes(candidate.group) + len(candidate.envelope)
+        if (
+            len(self._items) >= self.groups
+            or self._bytes + size > self.size
+            or self._of_peer[candidate.peer] >= self.peer_groups
+        ):
+            return False
+        self._items.append((candidate, size))
+        self._bytes += size
+        self._of_peer[candidate.peer] += 1
+        return True
+
+    def take(self, most: int, most_actions: int = SCORER_ACTIONS) -> list[Candidate]:
+        """Remove and return up to `most` of the oldest candidates; fewer where more would have
+        above `most_actions` actions of episodes together."""
+        taken: list[Candidate] = []
+        actions = 0
+        while self._items and len(taken) < most:
+            actions += sum(len(c.turns) for c in self._items[0][0].group.completions)
+            if taken and actions > most_actions:
+                break
+            candidate, size = self._items.popleft()
+            self._bytes -= size
+            self._of_peer[candidate.peer] -= 1
+            if not self._of_peer[candidate.peer]:
+                del self._of_peer[candidate.peer]
+            taken.append(candidate)
+        return taken
+
+
+class Strikes:
+    """Failures of the scorer by author. STRIKES failures within STRIKE_SECONDS exclude the author
+    for STRIKE_SECONDS.
+
+    A failure may be a defect of this node, so it costs no reputation. But each failure can block
+    the scorer for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def add(self, peer: str, now: float) -> None:
+        """Count a failure."""
+        count, since = self._of.pop(peer, (0, now))
+        self._of[peer] = (
+            (1, now)
+            if now - since > STRIKE_SECONDS
+            else (count + 1, since if count + 1 < STRIKES else now)
+        )
+        if len(self._of) > STRIKE_PEERS:
+            self._of.popitem(last=False)
+
+    def is_out(self, peer: str, now: float) -> bool:
+        """Return True while groups of `peer` are not scored."""
+        count, since = self._of.get(peer, (0, now))
+        return count >= STRIKES and now - since <= STRIKE_SECONDS

@@ -12,18 +12,17 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import msgspec
 
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
-from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+from swarmnode.wire.tensors import unpack_ids
 
 TURN_BYTES = 128
 """Memory of one turn's objects: two integers of a completion, or the header of a text."""
 
-Item = TypeVar("Item")
 Outcome = Literal[
     "used",
     "forged_ids",
@@ -206,14 +205,10 @@ def answers(group: RolloutGroup) -> list[str | list[str]]:
 
 def turn_ids(completion: Completion) -> list[list[int]]:
     """Return the sampled token ids of each action, in order; empty lists if the group has none."""
-    ids = [int(token) for token in unpack_ids(completion.token_ids)]
-    return _per_turn(completion, ids)
-
-
-def turn_logprobs(completion: Completion) -> list[list[float]]:
-    """Return the sampler's log-probabilities of each action, nats; empty lists if the group has
-    none."""
-    return _per_turn(completion, [float(value) for value in unpack_logprobs(completion.logprobs)])
+    tokens = [int(token) for token in unpack_ids(completion.token_ids)]
+    counts = [turn.tokens for turn in completion.turns] or [completion.tokens]
+    starts = [0, *accumulate(counts)]
+    return [tokens[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
 def join_turns(texts: Sequence[str], token_counts: Sequence[int]) -> tuple[str, list[Turn]]:
@@ -227,12 +222,6 @@ def join_turns(texts: Sequence[str], token_counts: Sequence[int]) -> tuple[str, 
         Turn(len(text.encode()), tokens) for text, tokens in zip(texts, token_counts, strict=True)
     ]
     return "".join(texts), turns
-
-
-def _per_turn(completion: Completion, items: list[Item]) -> list[list[Item]]:
-    counts = [turn.tokens for turn in completion.turns] or [completion.tokens]
-    starts = [0, *accumulate(counts)]
-    return [items[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
 UNWANTED = re.compile(

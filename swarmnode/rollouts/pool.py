@@ -1,10 +1,10 @@
-"""Pool of admitted groups that wait for training. Pure: time, policy version and randomness are
+"""Pool of admitted groups that wait for training: bounds (`Pool`), shares of sources
+(`SourceShares`) and trust in authors (`Authors`). Time, policy version and randomness are
 arguments.
 
-A source is the connection that delivered a group (`rollouts.sources`); a step draws from several
-sources. The pool is bounded in groups and in bytes, and so is each peer's share of it. In a full
-share, a peer's newest group replaces its oldest. In a full pool, the oldest group of the most
-represented peer is evicted.
+A source is the connection that delivered a group; a step draws from several sources. The pool is
+bounded in groups and in bytes, and so is each peer's share of it. In a full share, a peer's newest
+group replaces its oldest. In a full pool, the oldest group of the most represented peer is evicted.
 
 A group is **drawn at most once**. A second pass over a group in a later step would be a second and
 more off-policy epoch, and a peer could affect any number of steps with a single good group. SAPO
@@ -13,15 +13,19 @@ more off-policy epoch, and a peer could affect any number of steps with a single
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import get_args
 
 import msgspec
 
+from swarmnode.p2p.api import Network
+from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.groups import ExternalGroup, is_useful, memory_bytes
-from swarmnode.rollouts.sources import SourceShares
+from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, memory_bytes
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
@@ -55,8 +59,6 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     oldest_seconds: float | None = None
     """Age of the oldest group; None when empty."""
     added: int = 0
-    useful_added: int = 0
-    """Added groups whose rewards differ."""
     drawn: int = 0
     evicted_peer_share: int = 0
     evicted_full: int = 0
@@ -111,7 +113,6 @@ class Pool:
         self._counts = dict.fromkeys(
             (
                 "added",
-                "useful_added",
                 "drawn",
                 "evicted_peer_share",
                 "evicted_full",
@@ -124,11 +125,6 @@ class Pool:
 
     def __len__(self) -> int:
         return self._groups
-
-    @property
-    def useful_added(self) -> int:
-        """Number of groups added so far whose rewards differ."""
-        return self._counts["useful_added"]
 
     def waiting(self, belief: Callable[[str], float]) -> int:
         """Return the number of groups, each weighted by `belief`, its author's share of draws.
@@ -148,8 +144,7 @@ class Pool:
         """Add `group`, which arrives at `policy_version`.
 
         Args:
-            source: Connection that delivered the group (`rollouts.sources`); empty for the
-                connection of its author.
+            source: Connection that delivered the group; empty for the connection of its author.
             is_direct: True if the author itself is the source.
 
         Returns:
@@ -174,7 +169,6 @@ class Pool:
         self._groups += 1
         self._bytes += size
         self._counts["added"] += 1
-        self._counts["useful_added"] += is_useful(group.rewards)
         return True
 
     def expire(self, now: float, policy_version: int) -> None:
@@ -217,14 +211,14 @@ class Pool:
             return []
         trusted = {peer: trust(peer) for peer in self._peers}
         name = lambda e: e.source if sampling.is_known(trusted[e.group.peer]) else NEWCOMERS
-        heeded = {
-            peer: much if rng.random() < belief(peer) else 0.0 for peer, much in trusted.items()
+        weights = {
+            peer: weight if rng.random() < belief(peer) else 0.0 for peer, weight in trusted.items()
         }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
         if len(self._peers) == 1:
             most = count
         ordered = self._within_shares(
-            self._shuffled(entries, policy_version, rng, heeded, name), count
+            self._shuffled(entries, policy_version, rng, weights, name), count
         )
         fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
         stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
@@ -317,3 +311,240 @@ def _lag(entry: _Entry, policy_version: int) -> int:
 
 def _peer(entry: _Entry) -> str:
     return entry.group.peer
+
+
+# ---- sources -------------------------------------------------------------------------------------
+
+
+FIRST_NUMBERS = 16
+"""Numbers that an author's first group counts for, since earlier numbers are unknown. So a new key
+for each group gains nothing."""
+MOST_GAP = 64
+"""Most numbers that one gap counts for."""
+MEMORY_NUMBERS = 512
+"""Numbers of a source that are remembered: at twice as many, all counts are halved."""
+HISTORY_DRAWS = 16
+"""Draws over which a source's part is bounded. Rare successes come in bursts."""
+EXCESS = 1.5
+"""Most groups that a source may contribute, as a multiple of its part."""
+MOST_AUTHORS = 4096
+MOST_SOURCES = 1024
+
+
+class Density:
+    """Groups of one source, and the numbers that its authors advanced for them."""
+
+    __slots__ = ("groups", "numbers")
+
+    def __init__(self) -> None:
+        self.groups = self.numbers = 0.0
+
+    def add(self, numbers: int) -> None:
+        """Count one group and the numbers since the one before it."""
+        self.groups += 1
+        self.numbers += numbers
+        if self.numbers > 2 * MEMORY_NUMBERS:
+            self.groups, self.numbers = self.groups / 2, self.numbers / 2
+
+    @property
+    def value(self) -> float:
+        """Groups per number, 0 to 1."""
+        return min(1.0, self.groups / self.numbers) if self.numbers else 1.0
+
+
+class SourceShares:
+    """Bound on what one source contributes to training.
+
+    A source is the connection by which groups came: the address prefix or relay of their author
+    where the author is connected, else that of the holder they were fetched from. Keys are free,
+    connections from many networks are not.
+
+        arrived ─▶ density of a source: its groups ÷ numbers that its authors have advanced
+        room    ─▶ groups of a source in the next draw: over the last draws at most EXCESS × its
+                   part of all densities, and in any draw its part of the places, rounded down
+
+    An author may skip numbers, because a question without a signal is not published, and no reader
+    sees all groups of an author. So a gap is not refused, but lowers the density. An author that
+    answers one question in eight, to choose the text it teaches, has an eighth of the density and
+    an eighth of the room. Honest authors have similar gaps: questions without a signal, and groups
+    that are over the rate, not shared, or never fetched by this reader. A pause advances no number.
+    A restart skips 4096 numbers and counts MOST_GAP once.
+    """
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, int] = OrderedDict()
+        """Author → its highest number."""
+        self._density: OrderedDict[str, Density] = OrderedDict()
+        self._draws: deque[Counter[str]] = deque(maxlen=HISTORY_DRAWS - 1)
+
+    def arrived(self, source: str, author: str, sequence: int) -> None:
+        """Record an admitted group."""
+        newest = self._newest.pop(author, None)
+        gap = FIRST_NUMBERS if newest is None else min(MOST_GAP, max(0, sequence - newest))
+        self._newest[author] = sequence if newest is None else max(newest, sequence)
+        density = self._density.pop(source, None) or Density()
+        density.add(gap)
+        self._density[source] = density
+        if len(self._newest) > MOST_AUTHORS:
+            self._newest.popitem(last=False)
+        if len(self._density) > MOST_SOURCES:
+            self._density.popitem(last=False)
+
+    def room(self, waiting: Iterable[str], count: int) -> dict[str, int]:
+        """Return the number of groups of each source that the next draw may take.
+
+        Args:
+            waiting: Sources of the groups that can be drawn.
+            count: Groups that are asked for.
+        """
+        recent: Counter[str] = Counter()
+        for drawn in self._draws:
+            recent.update(drawn)
+        sources = {*waiting, *recent}
+        if len(sources) <= 1:
+            return dict.fromkeys(sources, count)
+        density = {source: self._value(source) for source in sources}
+        total = sum(density.values())
+        part = {source: value / total for source, value in density.items()}
+        most = EXCESS * (recent.total() + count)
+        return {
+            source: max(
+                math.floor(count * part[source]),
+                max(1, math.ceil(most * part[source])) - recent[source],
+            )
+            for source in sources
+        }
+
+    def drew(self, sources: Iterable[str]) -> None:
+        """Record the sources of a draw's groups, one for each group."""
+        self._draws.append(Counter(sources))
+
+    def _value(self, source: str) -> float:
+        known = self._density.get(source)
+        return known.value if known is not None else 1.0 / FIRST_NUMBERS
+
+
+# ---- authors -------------------------------------------------------------------------------------
+
+
+MAX_PEERS = 4096
+"""Authors that are remembered in each table."""
+DISTRUSTED: frozenset[Outcome] = frozenset(
+    {"forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature"}
+)
+"""Judgements that put a group's author on probation again."""
+REFUSED_AT_MOST = 4
+"""Most refusals that count against an author, so that it can recover."""
+
+
+class Authors:
+    """Authors by peer id: their admitted groups, the trainer's judgements of drawn groups, and
+    trust. Bounded: the author without a group for longest is forgotten.
+
+    Each group that the trainer refuses for a reason of DISTRUSTED halves the share of draws in
+    which its author takes part. It quarters the share if no group of the author was used since the
+    last such refusal. The share is at least 1/16. Each group that is trained on doubles it again,
+    so that an author can recover if this node's own policy was the one that differed.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._trust = PeerTrust()
+        self._admitted: OrderedDict[str, int] = OrderedDict()
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Counts of drawn groups by the trainer's judgement."""
+        return dict(self._outcomes)
+
+    @property
+    def used(self) -> int:
+        """Number of authors with a group that was trained on and none refused since."""
+        return len(self._trust)
+
+    def peers(self) -> list[str]:
+        """Return the authors of admitted groups, the latest last."""
+        return list(self._admitted)
+
+    def admitted_of(self, peer: str) -> int:
+        """Return the number of admitted groups of `peer`; 0 if it is not among the MAX_PEERS latest
+        authors."""
+        return self._admitted.get(peer, 0)
+
+    def admitted(self, peer: str) -> None:
+        """Count a group of `peer` that reached the pool."""
+        count(self._admitted, peer)
+
+    def judged(self, judged: Judged) -> None:
+        """Record the trainer's judgement of a drawn group, which raises or lowers trust and
+        reputation."""
+        self._outcomes[judged.outcome] += 1
+        self._trust.judged(judged.peer, judged.outcome)
+        if judged.outcome == "used":
+            self._network.accepted(judged.peer)
+        elif REASONS[judged.outcome] is Verdict.REJECT:
+            self._network.rejected(judged.peer, judged.outcome)
+
+    def trust(self, peer: str) -> float:
+        """Return the weight of the groups of `peer` in a draw, 0 to 1; 0 for a greylisted peer."""
+        if not self._network.is_allowed(peer):
+            return 0.0
+        score = self._network.score(peer)
+        return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)
+
+    def belief(self, peer: str) -> float:
+        """Return the share of draws in which the groups of `peer` take part."""
+        return self._trust.belief(peer)
+
+    def fetch_weight(self, peer: str) -> float:
+        """Return the weight of the groups of `peer` in the choice of fetches, 0 to 1: its trust ×
+        the share of draws in which its groups take part."""
+        return self.trust(peer) * self.belief(peer)
+
+
+class PeerTrust:
+    """Counts of judged groups by peer, bounded."""
+
+    def __init__(self) -> None:
+        self._used: OrderedDict[str, int] = OrderedDict()
+        self._refused: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of authors with a group that was trained on and none refused since."""
+        return len(self._used)
+
+    def used(self, peer: str) -> int:
+        """Return the number of groups of `peer` that were trained on since its last refused one."""
+        return self._used.get(peer, 0)
+
+    def judged(self, peer: str, outcome: Outcome) -> None:
+        """Record the trainer's judgement of a drawn group of `peer`."""
+        if outcome == "used":
+            count(self._used, peer)
+            if (refused := self._refused.pop(peer, 0)) > 1:
+                self._refused[peer] = refused - 1
+        elif outcome in DISTRUSTED:
+            known = self._used.pop(peer, 0)
+            for _ in range(1 if known else 2):
+                count(self._refused, peer, REFUSED_AT_MOST)
+
+    def of(self, peer: str, reputation: float) -> float:
+        """Return the weight of its groups in a draw, 0 to 1: `reputation` × probation
+        (`sampling.trust`)."""
+        return sampling.trust(reputation, self.used(peer))
+
+    def belief(self, peer: str) -> float:
+        """Return the share of draws in which its groups take part: `0.5 ** refusals`, where each
+        refusal without a used group since the last one counts twice, and each used group removes
+        one."""
+        return float(0.5 ** self._refused.get(peer, 0))
+
+
+def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:
+    """Add 1 to the count of `peer`, at most `most`, and make it the latest. If there are more than
+    MAX_PEERS, forget the earliest."""
+    number = counts.pop(peer, 0) + 1
+    counts[peer] = number if most is None else min(number, most)
+    if len(counts) > MAX_PEERS:
+        counts.popitem(last=False)

@@ -1,11 +1,11 @@
 """The decisions of pull gossip: which peers to poll, which groups to fetch, and from which holders.
 
-Pure: no clock, no I/O. `pull_gossip` carries out the decisions; benchmarks call this module without
-a network.
+Pure: no clock, no I/O. `exchange.PullGossip` carries out the decisions; benchmarks call this module
+without a network.
 
-    drew ─▶ demand ─▶ polls_due ─▶ polled ─▶ offers ─▶ fetches_due ─▶ fetched ─▶ scored
+    drew ─▶ demand ─▶ polls_due ─▶ polled ─▶ Offers ─▶ fetches_due ─▶ fetched ─▶ scored
                                                                          │          │
-                                          claims (is a listing true?) ◀──┴──────────┘
+                                          Claims (is a listing true?) ◀──┴──────────┘
 
 A node is hungry in two cases:
 
@@ -21,13 +21,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, get_args
 
-from swarmnode.rollouts.claims import Claims, has_spread
+import msgspec
+
+from swarmnode.rollouts import sampling
+from swarmnode.rollouts.admission import clock_reason
 from swarmnode.rollouts.groups import is_useful
-from swarmnode.rollouts.offers import Offers, Pull
+from swarmnode.wire import limits
 from swarmnode.wire.listings import ListedGroup, ListingResponse
+from swarmnode.wire.messages import RolloutGroup
 
 STEPS_AHEAD = 2
 """Steps of groups that a node keeps in its pool. More than 1, because the trainer refuses some."""
@@ -215,7 +220,7 @@ class Puller:
             and self._rests.get(peer, (-math.inf, 0.0))[0] <= now
         ]
         belief = [self.claims.belief(peer) for peer in due]
-        chosen = _draw_distinct(due, belief, room, self._rng)
+        chosen = sampling.shuffle_weighted(due, belief, self._rng)[: max(0, room)]
         if chosen and not self._polls:
             self._settles_at = now + SETTLE_SECONDS
         for peer in chosen:
@@ -230,13 +235,13 @@ class Puller:
         """
         sent_at = self._polls.pop(peer, now)
         if response is None:
-            self.claims.lie(peer, "slow")
+            self.claims.fault(peer, "slow")
             self._rest(peer, now, FAILED_SECONDS)
             return True
         if response.status == "ok":
             self._rest(peer, sent_at, POLL_INTERVAL_SECONDS)
             if not self.offers.take(peer, response, unix):
-                self.claims.lie(peer, "cursor")
+                self.claims.fault(peer, "cursor")
                 return False
             return True
         self._rest(peer, now, BUSY_SECONDS if response.status == "busy" else REFUSED_SECONDS)
@@ -301,7 +306,7 @@ class Puller:
         return pulls
 
     def fetched(self, pull: Pull, outcomes: Sequence[str], now: float) -> None:
-        """Record the outcome of each group of a fetch, one of `pull_gossip.PULLED`."""
+        """Record the outcome of each group of a fetch, one of `exchange.PULLED`."""
         del self._fetches[pull.holder]
         for listed, outcome in zip(pull.groups, outcomes, strict=True):
             if outcome == "ok":
@@ -312,7 +317,7 @@ class Puller:
                 self.offers.restore(pull.holder, listed)
                 self._busy_until[pull.holder] = now + BUSY_SECONDS
             elif outcome == "unknown":
-                self.claims.lie(pull.holder, "absent")
+                self.claims.fault(pull.holder, "absent")
 
     def failed(self, pull: Pull, now: float) -> None:
         """Record a fetch without a valid answer.
@@ -321,14 +326,14 @@ class Puller:
         FAILED_SECONDS.
         """
         del self._fetches[pull.holder]
-        self.claims.lie(pull.holder, "slow")
+        self.claims.fault(pull.holder, "slow")
         self._busy_until[pull.holder] = now + FAILED_SECONDS
         for listed in pull.groups:
             self._asked.pop(listed.content, None)
             self.offers.restore(pull.holder, listed)
 
     def contradicted(self, content: bytes) -> None:
-        """Forget the listing of a fetched group that contradicts it: the lie is counted already."""
+        """Forget the listing of a fetched group that contradicts it. The fault is counted."""
         self._asked.pop(content, None)
 
     def scored(self, content: bytes, rewards: list[float], now: float) -> None:
@@ -339,15 +344,15 @@ class Puller:
         if holder is None or listed is None:
             return
         if has_spread(listed, rewards):
-            self.claims.keep(holder)
+            self.claims.confirm(holder)
         else:
-            self.claims.lie(holder, "spread")
+            self.claims.fault(holder, "spread")
 
     def diverged(self, content: bytes) -> None:
         """Note that the episodes of a fetched group end elsewhere when they are replayed."""
         if (asked := self._asked.pop(content, None)) is not None:
             self._wanted += 1  # it cannot be trained on, so the node needs another one
-            self.claims.lie(asked[0], "trajectory")
+            self.claims.fault(asked[0], "trajectory")
 
     def _busy(self, now: float) -> Collection[str]:
         """Return the peers that may be neither polled nor fetched from at `now`."""
@@ -358,14 +363,481 @@ class Puller:
         return content in self._asked or is_known(content)
 
 
-def _draw_distinct(
-    items: Sequence[str], weights: Sequence[float], count: int, rng: random.Random
-) -> list[str]:
-    """Draw up to `count` of `items` without replacement, weighted by `weights`.
+# ---- belief in holders ---------------------------------------------------------------------------
 
-    Efraimidis and Spirakis (2006): the largest keys u^(1/weight), u uniform in [0, 1).
+
+Fault = Literal[
+    "absent",
+    "content",
+    "size",
+    "author",
+    "task",
+    "age",
+    "spread",
+    "cursor",
+    "slow",
+    "trajectory",
+]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+PROVEN: frozenset[Fault] = frozenset({"content", "size", "author", "task", "age"})
+"""Faults that the fetched bytes prove; they also cost reputation. Other faults may have an honest
+explanation."""
+HALVINGS: dict[Fault, float] = {"absent": 0.25, "slow": 0.5, "trajectory": 0.5}
+"""Halvings of belief per fault; every other kind costs one."""
+RESTORED_HALVINGS = 0.125
+"""Halvings restored by each group that is as listed."""
+MAX_HALVINGS = 6.0
+"""Most halvings. Such a holder keeps 1/64 of its belief, so that it can recover."""
+PROVING_GROUPS = 8
+"""Groups as listed after which a new holder has full belief."""
+NEW_HOLDER_BELIEF = 0.25
+"""Belief in a holder before its first fetched group. It rises to 1 over the first PROVING_GROUPS
+groups that are as listed. A holder with less belief takes part in a choice with probability
+`belief / NEW_HOLDER_BELIEF`, so that it is not asked each time only because no other holder is
+connected."""
+SPREAD_TOLERANCE = 0.01
+"""Tolerance for rounding. Rewards are deterministic."""
+MOST_HOLDERS = 1024
+"""Holders that are remembered; the one observed least recently is forgotten."""
+
+
+def contradiction(
+    listed: ListedGroup, author: bytes, group: RolloutGroup, size: int
+) -> Fault | None:
+    """Return the first field of a listing that contradicts the signed group, or None.
+
+    Args:
+        listed: The group as listed.
+        author: Raw key of the group's signer.
+        group: The fetched group.
+        size: Length of its envelope, bytes.
     """
-    keyed = [
-        (rng.random() ** (1.0 / weight), item) for item, weight in zip(items, weights, strict=True)
-    ]
-    return [item for _, item in sorted(keyed, reverse=True)[: max(0, count)]]
+    if size != listed.size:
+        return "size"
+    if author != listed.author:
+        return "author"
+    if group.task.id != listed.task:
+        return "task"
+    return "age" if group.created_at != listed.created_at else None
+
+
+def has_spread(listed: ListedGroup, rewards: list[float]) -> bool:
+    """Return True if the rewards (G,), as computed by this node, have the listed spread."""
+    return math.isclose(sampling.spread(rewards), listed.spread, abs_tol=SPREAD_TOLERANCE)
+
+
+class ListingStatistics(msgspec.Struct, frozen=True):
+    """Counts of true and false listings."""
+
+    confirmed: int = 0
+    """Groups that were as listed, including the spread of rewards."""
+    faults: dict[str, int] = {}
+    """False listings and unanswered requests by kind, of FAULTS."""
+    holders: int = 0
+    """Holders that are remembered."""
+
+
+class Claims:
+    """Belief in the listings of the MOST_HOLDERS latest holders, from comparing them with the
+    fetched groups.
+
+        listed ─▶ fetched ─▶ not on the holder's shelf    `absent`: it may have expired
+                          └▶ other bytes, size, author, task or creation time than listed
+                          ├▶ replayed ─▶ its episodes end elsewhere: `trajectory`, another version?
+                          └▶ scored ─▶ another spread of rewards than listed
+
+    A fault halves the belief in its holder, at most MAX_HALVINGS times; `absent`, `slow` and
+    `trajectory` cost a fraction of a halving (HALVINGS). Eight groups that are as listed restore
+    one halving.
+    """
+
+    def __init__(self) -> None:
+        self._confirmed: OrderedDict[str, int] = OrderedDict()
+        self._halvings: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+
+    def confirm(self, holder: str) -> None:
+        """Count a group that is as `holder` listed it."""
+        self._counts["confirmed"] += 1
+        self._touch(holder)
+        self._confirmed[holder] = min(PROVING_GROUPS, self._confirmed[holder] + 1)
+        if (left := self._halvings.pop(holder, 0.0) - RESTORED_HALVINGS) > 0:
+            self._halvings[holder] = left
+
+    def fault(self, holder: str, fault: Fault) -> None:
+        """Count a false listing of `holder`, or an unanswered request to it."""
+        self._counts[fault] += 1
+        self._touch(holder)
+        halvings = self._halvings.get(holder, 0.0) + HALVINGS.get(fault, 1.0)
+        self._halvings[holder] = min(MAX_HALVINGS, halvings)
+
+    def credit(self, holder: str) -> float:
+        """Return `0.5 ** halvings` of `holder`."""
+        return float(0.5 ** self._halvings.get(holder, 0.0))
+
+    def belief(self, holder: str) -> float:
+        """Return the belief in `holder`, above 0 and at most 1: its credit × a share that rises
+        from NEW_HOLDER_BELIEF to 1 with the number of groups that were as listed."""
+        confirmed = self._confirmed.get(holder, 0) / PROVING_GROUPS
+        return self.credit(holder) * (NEW_HOLDER_BELIEF + (1 - NEW_HOLDER_BELIEF) * confirmed)
+
+    def statistics(self) -> ListingStatistics:
+        return ListingStatistics(
+            self._counts["confirmed"],
+            {fault: self._counts[fault] for fault in FAULTS if self._counts[fault]},
+            len(self._confirmed),
+        )
+
+    def _touch(self, holder: str) -> None:
+        self._confirmed[holder] = self._confirmed.pop(holder, 0)
+        if len(self._confirmed) > MOST_HOLDERS:
+            forgotten, _ = self._confirmed.popitem(last=False)
+            self._halvings.pop(forgotten, None)
+
+
+# ---- listed groups, and the choice among them ----------------------------------------------------
+
+
+MOST_OFFERING = 64
+"""Holders whose offers are stored; the one polled least recently is dropped."""
+MOST_OFFERED = 32
+"""Offers stored per holder, the newest. Older offers are rarely chosen, and each costs 4 µs per
+choice."""
+HALF_LIFE_SECONDS = 60.0
+"""Age at which the weight of a listed group has halved: about two steps."""
+FEW_HOLDERS = 3
+"""Most holders in a choice that is not urgent: a request costs as much as six more groups in it."""
+RELAYED_WEIGHT = 0.3
+"""Weight of a holder that is not the author. Preferring authors spreads the load: every reader
+learns of a group from its author first."""
+REMEMBERED_AUTHORS = 64
+"""Number of latest fetched groups whose authors are remembered. Each remembered group of an author
+lowers the weight of its next one."""
+
+_Claim = tuple[bytes, bytes, int]
+"""(content id, author, creation time). Contradicting listings of one group are separate claims, so
+that a false listing never replaces a true one."""
+_Held = dict[_Claim, list[tuple[str, ListedGroup]]]
+"""Claim → (holder, its listing)."""
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """One fetch request: a holder and the groups to ask it for, the most wanted first."""
+
+    holder: str
+    groups: tuple[ListedGroup, ...]
+
+
+class _Holder(msgspec.Struct):
+    """Cursor and offers of one holder."""
+
+    life: bytes
+    position: int
+    groups: OrderedDict[bytes, ListedGroup]
+
+
+class Offers:
+    """The groups that peers list, and the choice of groups and holders for fetches.
+
+        listing ─▶ offers of a holder (at most 64 holders, the newest 32 groups of each)
+        choose ─▶ unknown groups in a random order, weighted by
+                  spread × freshness × trust in the author ÷ (1 + recent fetches of the author)
+                  × belief in the holder
+               ─▶ one request per holder: at most 16 groups, and 1 MiB as listed
+
+    All groups of an author together have the weight of its best group, so that listing more gains
+    nothing. The groups of unknown authors at one holder count as groups of one author, because
+    identities are free.
+
+    Args:
+        own_key: This node's raw public key; its own groups are no offers.
+        author_of: Raw public key → peer id.
+    """
+
+    def __init__(self, own_key: bytes, author_of: Callable[[bytes], str]) -> None:
+        self._own_key = own_key
+        self._author_of = author_of
+        self._holders: OrderedDict[str, _Holder] = OrderedDict()
+        self._asked_of: deque[str] = deque(maxlen=REMEMBERED_AUTHORS)
+
+    def __len__(self) -> int:
+        """Return the number of offers; a group counts once for each of its holders."""
+        return sum(len(holder.groups) for holder in self._holders.values())
+
+    def cursor(self, holder: str) -> tuple[bytes, int]:
+        """Return (life, position) for the next poll of `holder`."""
+        known = self._holders.get(holder)
+        return (known.life, known.position) if known else (b"", 0)
+
+    def count(self, is_known: Callable[[bytes], bool], busy: Collection[str] = ()) -> int:
+        """Return the number of distinct unknown groups that holders outside `busy` offer."""
+        contents = {
+            content
+            for holder, known in self._holders.items()
+            if holder not in busy
+            for content in known.groups
+        }
+        return sum(not is_known(content) for content in contents)
+
+    def take(self, holder: str, response: ListingResponse, now: float) -> bool:
+        """Store the offers of a listing with the status `ok`.
+
+        Returns:
+            False if the cursor went back within one life, or advanced by less than the number of
+            groups listed. Such a holder could list groups without end.
+        """
+        known = self._holders.pop(holder, None)
+        if known is None or known.life != response.life:
+            known = _Holder(response.life, 0, OrderedDict())
+        self._holders[holder] = known
+        if len(self._holders) > MOST_OFFERING:
+            self._holders.popitem(last=False)
+        if response.position - known.position < len(response.groups):
+            return False
+        known.position = response.position
+        for listed in response.groups:
+            if listed.author != self._own_key and clock_reason(listed.created_at, now) is None:
+                known.groups[listed.content] = listed
+        while len(known.groups) > MOST_OFFERED:
+            known.groups.popitem(last=False)
+        return True
+
+    def restore(self, holder: str, listed: ListedGroup) -> None:
+        """Offer a group again after a failed fetch from `holder`."""
+        if (known := self._holders.get(holder)) is not None:
+            known.groups.setdefault(listed.content, listed)
+
+    def forget(self, holder: str, contents: Iterable[bytes]) -> None:
+        """Remove these groups from the offers of `holder`."""
+        if (known := self._holders.get(holder)) is not None:
+            for content in contents:
+                known.groups.pop(content, None)
+
+    def keep(self, connected: Collection[str]) -> None:
+        """Drop the offers of peers that are not connected."""
+        for holder in [holder for holder in self._holders if holder not in connected]:
+            del self._holders[holder]
+
+    def choose(
+        self,
+        count: int,
+        now: float,
+        rng: random.Random,
+        trust: Callable[[str], float],
+        belief: Callable[[str], float],
+        is_known: Callable[[bytes], bool],
+        busy: Collection[str] = (),
+        asked: Collection[bytes] = (),
+        *,
+        few: bool = False,
+    ) -> list[Pull]:
+        """Choose up to `count` groups and the holder of each. Chosen groups are no longer offered.
+
+        If several holders have offers, at most half of the groups come from one of them.
+
+        Args:
+            count: Number of groups to fetch.
+            now: Unix seconds.
+            rng: Source of randomness.
+            trust: Author's peer id → 0 to 1. An author with less trust than a new one takes part
+                with probability `trust / 0.25`. A lower weight alone would not be enough, because
+                every author gets one place before any author gets two.
+            belief: Holder's peer id → 0 to 1.
+            is_known: Content id → True if the group was received before.
+            busy: Peers that may not be asked now.
+            asked: Content ids that are being fetched. They stay on offer at other holders, because
+                the fetch may fail.
+            few: Choose at most FEW_HOLDERS holders.
+        """
+        if count <= 0:
+            return []
+        believed = {holder: belief(holder) for holder in self._holders}
+        belief = believed.__getitem__
+        doubted = [
+            holder for holder in self._holders if rng.random() >= belief(holder) / NEW_HOLDER_BELIEF
+        ]
+        held = self._held(now, is_known, {*busy, *doubted}, asked)
+        authors = {claim: self._author_of(claim[1]) for claim in held}
+        trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
+        allowed = {
+            author
+            for author, value in trusted.items()
+            if rng.random() < value / sampling.PROBATION_TRUST
+        }
+        held = {claim: holders for claim, holders in held.items() if authors[claim] in allowed}
+        if not held:
+            return []
+        recent = Counter(self._asked_of)
+        weight = {
+            claim: max(belief(holder) for holder, _ in holders)
+            * _spread(holders, belief)
+            * freshness(holders[0][1], now)
+            * trusted[authors[claim]]
+            / (1 + recent[authors[claim]])
+            for claim, holders in held.items()
+        }
+        known = {author for author in allowed if trusted[author] > sampling.PROBATION_TRUST}
+        names = {
+            claim: _name(authors[claim], known, holders, rng) for claim, holders in held.items()
+        }
+        weight = _by_name(weight, names)
+        held = _of_few(held, weight, belief, rng) if few else held
+        ordered = sampling.shuffle_weighted(list(held), [weight[claim] for claim in held], rng)
+        ordered = sampling.spread_over_peers(
+            ordered, len(ordered), authors.__getitem__, len(ordered)
+        )
+        pulls = _pack(
+            count,
+            [(claim, authors[claim], names[claim], held[claim]) for claim in ordered],
+            belief,
+            rng,
+        )
+        for pull in pulls:
+            for listed in pull.groups:
+                self._asked_of.append(self._author_of(listed.author))
+            self.forget(pull.holder, [listed.content for listed in pull.groups])
+        return pulls
+
+    def _held(
+        self,
+        now: float,
+        is_known: Callable[[bytes], bool],
+        busy: Collection[str],
+        asked: Collection[bytes],
+    ) -> _Held:
+        """Return all claims that may be fetched. Forget offers that are too old or known."""
+        held: _Held = {}
+        for holder, known in self._holders.items():
+            gone = [
+                content
+                for content, listed in known.groups.items()
+                if clock_reason(listed.created_at, now) is not None or is_known(content)
+            ]
+            self.forget(holder, gone)
+            for content, listed in known.groups.items() if holder not in busy else ():
+                if content not in asked:
+                    held.setdefault((content, listed.author, listed.created_at), []).append(
+                        (holder, listed)
+                    )
+        return held
+
+
+def freshness(listed: ListedGroup, now: float) -> float:
+    """Return `0.5 ** (age / HALF_LIFE_SECONDS)`."""
+    return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
+
+
+def _name(
+    author: str, known: Collection[str], holders: list[tuple[str, ListedGroup]], rng: random.Random
+) -> str:
+    """Return the name that a group is counted under in a choice.
+
+    It is the author if the author is known or lists the group itself. Otherwise it is derived from
+    a random holder, so that all groups of unknown authors at one holder share a name.
+    """
+    return (
+        author
+        if author in known or any(holder == author for holder, _ in holders)
+        else f"others' at {rng.choice(holders)[0]}"
+    )
+
+
+def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
+    """Scale the weights so that the claims of each name add up to the weight of its best claim."""
+    best, total = defaultdict[str, float](float), defaultdict[str, float](float)
+    for claim, value in weight.items():
+        best[names[claim]] = max(best[names[claim]], value)
+        total[names[claim]] += value
+    return {
+        claim: value * best[names[claim]] / total[names[claim]] if value else 0.0
+        for claim, value in weight.items()
+    }
+
+
+def _of_few(
+    held: _Held, weight: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random
+) -> _Held:
+    """Restrict the claims to FEW_HOLDERS holders, drawn by belief × the total weight of their
+    offers."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for claim, holders in held.items():
+        for holder, _ in holders:
+            total[holder] += weight[claim]
+    chosen = sampling.shuffle_weighted(
+        list(total), [belief(holder) * value for holder, value in total.items()], rng
+    )[:FEW_HOLDERS]
+    some = {
+        claim: [each for each in holders if each[0] in chosen] for claim, holders in held.items()
+    }
+    return {claim: holders for claim, holders in some.items() if holders}
+
+
+def _pack(
+    count: int,
+    ordered: Sequence[tuple[_Claim, str, str, list[tuple[str, ListedGroup]]]],
+    belief: Callable[[str], float],
+    rng: random.Random,
+) -> list[Pull]:
+    """Pack up to `count` claims into requests.
+
+    Each name gets one place before any name gets two. An author gets at most half of all places. If
+    there are several holders, a name and a holder also get at most half. A claim is skipped if its
+    group is already requested, or no holder has room.
+
+    Args:
+        count: Number of groups to request.
+        ordered: (claim, author, name, holders), the most wanted first.
+        belief: Holder's peer id → 0 to 1.
+        rng: Source of randomness.
+    """
+    half = -(-count // 2)
+    most = half if len({holder for *_, holders in ordered for holder, _ in holders}) > 1 else count
+    asked: set[bytes] = set()
+    of_author: Counter[str] = Counter()
+    of_name: Counter[str] = Counter()
+    requests: defaultdict[str, list[ListedGroup]] = defaultdict(list)
+    sizes: Counter[str] = Counter()
+    in_turn = sampling.spread_over_peers(
+        ordered, len(ordered), lambda claimed: claimed[2], len(ordered)
+    )
+    for (content, *_), author, name, holders in in_turn:
+        if len(asked) == count:
+            break
+        if content in asked or of_author[author] == half or of_name[name] == most:
+            continue
+        fits = [
+            (holder, listed)
+            for holder, listed in holders
+            if len(requests[holder]) < min(most, limits.PULLED)
+            and sizes[holder] + listed.size <= limits.GROUP_BYTES
+        ]
+        if fits:
+            holder, listed = _draw(fits, author, belief, rng)
+            requests[holder].append(listed)
+            sizes[holder] += listed.size
+            asked.add(content)
+            of_author[author] += 1
+            of_name[name] += 1
+    return [Pull(holder, tuple(groups)) for holder, groups in requests.items() if groups]
+
+
+def _spread(holders: list[tuple[str, ListedGroup]], belief: Callable[[str], float]) -> float:
+    """Return the mean of the listed spreads of one group, weighted by belief in the holders."""
+    total = sum(belief(holder) for holder, _ in holders)
+    return max(
+        sampling.SPREAD_FLOOR,
+        sum(belief(holder) * listed.spread for holder, listed in holders) / total,
+    )
+
+
+def _draw(
+    holders: list[tuple[str, ListedGroup]],
+    author: str,
+    belief: Callable[[str], float],
+    rng: random.Random,
+) -> tuple[str, ListedGroup]:
+    """Draw one holder, weighted by belief, and by RELAYED_WEIGHT if it is not the author."""
+    return rng.choices(
+        holders,
+        [belief(holder) * (1.0 if author == holder else RELAYED_WEIGHT) for holder, _ in holders],
+    )[0]

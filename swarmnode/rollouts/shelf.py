@@ -10,14 +10,19 @@ four times as much.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
+import trio
 
+from swarmnode.errors import BadMessage
+from swarmnode.p2p.api import Requests
 from swarmnode.p2p.budget import TokenBucket
 from swarmnode.rollouts import sampling
-from swarmnode.wire import limits
+from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
@@ -248,3 +253,180 @@ class Allowances:
         if len(self._buckets) > MOST_PEERS:
             self._buckets.popitem(last=False)
         return bucket
+
+
+# ---- serving -------------------------------------------------------------------------------------
+
+NEWS_SECONDS = 0.1
+"""A held poll is answered this long after the first new group. The groups of one step are
+published together, so one answer lists all of them."""
+ANSWER_INTERVAL_SECONDS = 1.0
+"""Least time between two answers to one peer's polls with `patience` above 0."""
+POLLS_PER_PEER = 2
+"""Polls of one peer that are held open at a time. Further ones are refused."""
+POLLS_SERVED = 512
+"""Polls of all peers that are held open at a time. Further ones are refused."""
+FETCHES_PER_PEER = 2
+"""Fetches of one peer that are answered at a time. Further ones are refused."""
+FETCHES_SERVED = 32
+"""Fetches of all peers that are answered at a time. Each is answered from memory, so many readers
+can fetch a group as soon as it is listed."""
+MOST_READERS = 1024
+"""Peers whose last answer is remembered."""
+SERVED = ("listing", "group", "unknown", "busy", "malformed")
+"""Outcomes of peers' requests: one per poll, and one per group of a fetch."""
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+
+class ServingStatistics(msgspec.Struct, frozen=True):
+    """Counts of answers to peers."""
+
+    served: dict[str, int] = {}
+    """Answers by outcome, of SERVED."""
+    waiting: int = 0
+    """Polls held open now."""
+    shelf: ShelfStatistics = ShelfStatistics()
+
+
+class ShelfServer:
+    """Answers peers' polls and fetches from a shelf.
+
+    Args:
+        requests: Carries the answers.
+        shelf: The groups that are served.
+        allows: Returns True while budget and pauses permit serving.
+        gives: Peer id → True if a group made by this peer was ever admitted.
+        clock: Returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        shelf: Shelf,
+        *,
+        allows: Callable[[], bool],
+        gives: Callable[[str], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._shelf = shelf
+        self._allows = allows
+        self._gives = gives
+        self._clock = clock
+        self._allowances = Allowances()
+        self._answered: OrderedDict[str, float] = OrderedDict()
+        """Peer → time of the last answer to its polls, in the future if an answer is scheduled."""
+        self._news = trio.Event()
+        self._waiting = 0
+        self._served: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Register the handlers of both protocols."""
+        self._requests.serve(
+            ids.LISTING_PROTOCOL,
+            self._list,
+            concurrent=POLLS_SERVED,
+            per_peer=POLLS_PER_PEER,
+            max_request_bytes=limits.LISTING_REQUEST_BYTES,
+            max_response_bytes=limits.LISTING_RESPONSE_BYTES,
+        )
+        self._requests.serve(
+            ids.GROUPS_PROTOCOL,
+            self._give,
+            concurrent=FETCHES_SERVED,
+            per_peer=FETCHES_PER_PEER,
+            max_request_bytes=limits.GROUPS_REQUEST_BYTES,
+            max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
+        )
+
+    def news(self) -> None:
+        """Wake the held polls after the shelf has changed."""
+        self._news.set()
+        self._news = trio.Event()
+
+    def statistics(self) -> ServingStatistics:
+        """Return the counts of answers."""
+        return ServingStatistics(dict(self._served), self._waiting, self._shelf.statistics())
+
+    async def _list(self, peer: str, data: bytes) -> bytes:
+        """Answer a poll.
+
+        The answer is sent when there is a group to list and the last answer to this peer is
+        ANSWER_INTERVAL_SECONDS old, at the latest when the patience is over.
+
+        Raises:
+            BadMessage: The request is malformed; the stream is reset.
+        """
+        request = self._read(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
+        if not self._may_answer(peer):
+            self._served["busy"] += 1
+            return codec.encode(self._shelf.busy())
+        reader = envelope.peer_key(peer) or b""
+        listing = self._shelf.listing(request, self._clock(), reader)
+        if listing.status == "ok" and request.patience:
+            self._waiting += 1
+            try:
+                with trio.move_on_after(request.patience):
+                    if not listing.groups:
+                        await self._wait_for_news(request, reader)
+                    await self._wait_turn(peer)
+            finally:
+                self._waiting -= 1
+            listing = self._shelf.listing(request, self._clock(), reader)
+        self._note_answer(peer, trio.current_time())
+        answer = codec.encode(listing)
+        self._served["listing"] += 1
+        self._allowances.charge(peer, len(answer), self._gives(peer), self._clock())
+        return answer
+
+    async def _wait_for_news(self, request: ListingRequest, reader: bytes) -> None:
+        """Return NEWS_SECONDS after the shelf has a new own group for `reader`."""
+        while not self._shelf.has_news(request, reader):
+            await self._news.wait()
+        await trio.sleep(NEWS_SECONDS)
+
+    async def _wait_turn(self, peer: str) -> None:
+        """Return when the last answer to `peer` is ANSWER_INTERVAL_SECONDS old.
+
+        The turn is recorded before the wait, so that a second poll of the same peer gets a later
+        one.
+        """
+        turn = self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS
+        if turn > trio.current_time():
+            self._note_answer(peer, turn)
+            await trio.sleep_until(turn)
+
+    def _note_answer(self, peer: str, at: float) -> None:
+        """Record the time `at` of an answer to a poll of `peer`."""
+        self._answered[peer] = max(at, self._answered.pop(peer, -math.inf))
+        if len(self._answered) > MOST_READERS:
+            self._answered.popitem(last=False)
+
+    async def _give(self, peer: str, data: bytes) -> bytes:
+        """Answer a fetch.
+
+        Raises:
+            BadMessage: The request is malformed; the stream is reset.
+        """
+        request = self._read(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        if self._may_answer(peer):
+            response = self._shelf.give(request, self._clock())
+            size = sum(len(group.body) for group in response.groups)
+            self._allowances.charge(peer, size, self._gives(peer), self._clock())
+        else:
+            response = GroupsResponse([GroupResponse("busy")] * len(request.contents))
+        self._served.update(
+            "group" if group.status == "ok" else group.status for group in response.groups
+        )
+        return codec.encode(response)
+
+    def _read(self, data: bytes, kind: type[Request], limit: int) -> Request:
+        try:
+            return codec.decode(data, kind, limit)
+        except BadMessage:
+            self._served["malformed"] += 1
+            raise
+
+    def _may_answer(self, peer: str) -> bool:
+        return self._allowances.has_room(peer, self._clock()) and self._allows()

@@ -37,9 +37,9 @@ import trio
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.averaged import AveragedTensors
+from swarmnode.averaging.gate import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.outer import UNDO, Tensors
-from swarmnode.averaging.probe import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
 from swarmnode.config import (
     Config,
     LoraSettings,
@@ -1665,7 +1665,7 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
 #     this stage     runs the newest committed micro-batches with own and with averaged weights
 #     later stages   run both outputs, by `RunMessage` on the state streams
 #     loss           − log-probability of completions better than their group, nats per token; of
-#                    all completions if there are too few of these, and KL (`averaging.probe`)
+#                    all completions if there are too few of these, and KL (`averaging.gate`)
 #
 # The stage works with its own weights until the verdict arrives. Without a verdict the average is
 # rejected.
@@ -1744,7 +1744,7 @@ async def _judge(
 
     Args:
         known: Micro-batches, each with the completions that count.
-        rewarded: See `averaging.probe.compare`.
+        rewarded: See `averaging.gate.compare`.
         seconds: Deadline.
     """
     losses = None

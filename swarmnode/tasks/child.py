@@ -1,23 +1,39 @@
-"""One scorer process, seen from its parent: start, requests and responses, end.
+"""One scorer child, seen from its parent: the process (`Child`), frames of questions with retries
+(`FrameClient`), and a client for threads (`FrameScorer`).
 
-Conversations are generators that wait for file descriptors. `client` runs them in a thread,
-`async_client` in a trio task.
+Conversations with a child are generators that yield what they wait for, so that a thread and a trio
+task run the same code. `client.AsyncScorer` is the client for trio.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
 from swarmnode.tasks import frames
+from swarmnode.tasks.frames import (
+    Question,
+    QuestionFailed,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+)
+
+T = TypeVar("T")
 
 STDERR_BYTES = 4096
 """Bytes of standard error that are kept, from its end."""
@@ -25,6 +41,9 @@ _ROOT = Path(__file__).parents[2]  # the folder with the package `swarmnode`
 
 PipeWait = tuple[Literal["read", "write"], int]
 """Direction and file descriptor that a conversation waits for."""
+TimedWait = tuple[PipeWait, float]
+"""What a conversation with a deadline waits for, and its deadline. It is sent True when the
+descriptor is ready, and False after the deadline."""
 
 
 class ScorerDied(Exception):
@@ -96,9 +115,6 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    # Conversations yield what they wait for, so that a thread and a trio task can run the same
-    # code.
-
     def hello(self) -> Generator[PipeWait, None, None]:
         """Wait until the child has loaded its tasks and entered its sandbox. Raises ScorerDied."""
         body = yield from self._receive()
@@ -107,9 +123,7 @@ class Child:
         except msgspec.MsgspecError as error:
             raise ScorerDied(f"no greeting: {error}") from None
 
-    def ask(
-        self, questions: list[frames.Question]
-    ) -> Generator[PipeWait, None, list[frames.Scored]]:
+    def ask(self, questions: list[Question]) -> Generator[PipeWait, None, list[Scored]]:
         """Send a request and return one Scored per question. Raises ScorerDied."""
         body = frames.encode_questions(questions)
         yield from self._send(frames.HEADER.pack(len(body)) + body)
@@ -199,3 +213,293 @@ def _make_environment(hash_seed: str) -> dict[str, str]:
     """
     keep = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return {"LANG": "C.UTF-8", "PYTHONHASHSEED": hash_seed, **keep}
+
+
+# ---- frames, with retries ------------------------------------------------------------------------
+
+
+class FrameClient:
+    """A scorer child that is started when it is needed and replaced after a failure, and its
+    counters.
+
+    Args:
+        setups: Returns the tasks that a child loads, as JSON of `frames.TaskSetup`.
+        hash_seed: PYTHONHASHSEED of the child.
+        deadline: Wall-clock limit of one request of up to 64 groups, in seconds.
+        cpu_seconds: CPU time limit of one request, in seconds.
+        startup_seconds: Wall-clock limit of the start of a child, in seconds.
+        alive: Called after each request.
+        clock: Clock of the deadlines, seconds.
+    """
+
+    def __init__(
+        self,
+        setups: Callable[[], str],
+        *,
+        hash_seed: str = "0",
+        deadline: float = 10.0,
+        cpu_seconds: int = 2,
+        startup_seconds: float = 60.0,
+        alive: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.child: Child | None = None
+        self.tally = Tally()
+        self._setups = setups
+        self._hash_seed = hash_seed
+        self._deadline = deadline
+        self._cpu_seconds = cpu_seconds
+        self._startup_seconds = startup_seconds
+        self._alive = alive
+        self._clock = clock
+
+    def score(
+        self, questions: list[Question]
+    ) -> Generator[TimedWait, bool, list[Scored | ScoreError]]:
+        """Score one frame. If the child fails, retry each question alone: a question that fails
+        again is the cause, and only this question has no result.
+
+        Raises:
+            ScorerFailed: No child can be started.
+        """
+        results = yield from self._request(questions)
+        if isinstance(results, list):
+            return results
+        retried: list[Scored | ScoreError] = []
+        for question in questions:
+            results = yield from self._request([question])
+            retried += results if isinstance(results, list) else [results]
+        return retried
+
+    def _request(
+        self, questions: list[Question]
+    ) -> Generator[TimedWait, bool, list[Scored | ScoreError] | ScorerFailed]:
+        """Send one frame. Return its results, or the failure of the child."""
+        child = yield from self.start()
+        try:
+            scored = yield from self._within(self._deadline, child.ask(questions))
+        except (ScorerDied, TimeoutError) as error:
+            return self.tally.failure(error, self.end())
+        except BaseException:
+            self.end()  # interrupted inside a frame: the pipe may hold part of a response
+            raise
+        finally:
+            self._alive()
+        return self.tally.frame(questions, scored)
+
+    def start(self) -> Generator[TimedWait, bool, Child]:
+        """Return the running child; start one if there is none. Raises ScorerFailed."""
+        if self.child is not None and self.child.owner != os.getpid():
+            self.end()  # this process is a fork; close its copies of the parent's pipes only
+        if self.child is None:
+            try:
+                self.child = Child(self._cpu_seconds, self._setups(), self._hash_seed)
+                yield from self._within(self._startup_seconds, self.child.hello())
+            except (OSError, ScorerDied) as error:  # TimeoutError is an OSError
+                raise self.tally.failure(error, self.end(), starting=True) from None
+            except BaseException:
+                self.end()
+                raise
+            self.tally.started()
+        return self.child
+
+    def _within(
+        self, seconds: float, conversation: Generator[PipeWait, None, T]
+    ) -> Generator[TimedWait, bool, T]:
+        """Return the result of a conversation. Raises TimeoutError after `seconds`."""
+        end = self._clock() + seconds
+        try:
+            while True:
+                is_ready = yield next(conversation), end
+                if not is_ready:
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+    def end(self) -> str:
+        """End the child. Return how it ended, and the end of its standard error."""
+        child, self.child = self.child, None
+        return child.end() if child is not None else ""
+
+    def statistics(self, waiting: int = 0) -> ScorerStatistics:
+        """Return the counters. `waiting` is the number of queued questions."""
+        return self.tally.snapshot(self.child, waiting)
+
+
+class FrameScorer:
+    """A scorer child for threads. Use it as a context manager. Calls from several threads run one
+    after another. The arguments are those of `FrameClient`.
+    """
+
+    def __init__(
+        self,
+        setups: Callable[[], str],
+        *,
+        hash_seed: str = "0",
+        deadline: float = 10.0,
+        cpu_seconds: int = 2,
+        startup_seconds: float = 60.0,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client = FrameClient(
+            setups,
+            hash_seed=hash_seed,
+            deadline=deadline,
+            cpu_seconds=cpu_seconds,
+            startup_seconds=startup_seconds,
+            alive=alive,
+        )
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Start the child, so that the first question does not wait for it. Raises ScorerFailed."""
+        with self._lock:
+            converse(self._client.start())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child. A later request starts another one."""
+        with self._lock:
+            self._client.end()
+
+    def ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
+        """Score one frame of prepared questions. If no child can be started, the failure is the
+        result of each question."""
+        with self._lock:
+            return self._ask(questions)
+
+    def _ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
+        try:
+            return converse(self._client.score(questions))
+        except ScorerFailed as error:
+            return [error] * len(questions)
+
+    def statistics(self) -> ScorerStatistics:
+        return self._client.statistics()
+
+
+def converse(conversation: Generator[TimedWait, bool, T]) -> T:
+    """Run a conversation to its end in this thread, and return its result."""
+    try:
+        (direction, descriptor), end = next(conversation)
+        while True:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN if direction == "read" else select.POLLOUT)
+            ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+            (direction, descriptor), end = conversation.send(bool(ready))
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        conversation.close()
+
+
+# ---- counters ------------------------------------------------------------------------------------
+
+
+class ScorerStatistics(msgspec.Struct, frozen=True):
+    """Counters of a client since its creation, and the present state of its child."""
+
+    pid: int | None = None
+    """Pid of the child; None while no child runs."""
+    layers: tuple[str, ...] = ()
+    """Active sandbox layers (`sandbox.LAYERS`)."""
+    frames: int = 0
+    """Answered requests."""
+    groups: int = 0
+    completions: int = 0
+    skipped: int = 0
+    """Completions that were too long or unencodable. They are part of `completions`, and their
+    reward is 0.
+    """
+    unknown: int = 0
+    """Questions that could not be regenerated."""
+    starts: int = 0
+    failures: int = 0
+    """Children that died, exceeded a deadline or did not start."""
+    waiting: int = 0
+    """Questions in the queue."""
+    last_failure: str = ""
+    reward_errors: dict[str, int] = {}
+    """Task → completions whose reward raised an exception or was no number from 0 to 1, and
+    questions that could not be made.
+    """
+    last_reward_error: str = ""
+    """Last such error in one line, starting with the task."""
+
+
+class Tally:
+    """Mutable counters behind ScorerStatistics."""
+
+    def __init__(self) -> None:
+        self._frames = self._groups = self._completions = self._skipped = self._unknown = (
+            self._starts
+        ) = self._failures = 0
+        self._last_failure = ""
+        self._reward_errors: Counter[str] = Counter()
+        self._last_reward_error = ""
+
+    def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
+        """Count a frame and return its results. A question that could not be made has the result
+        QuestionFailed.
+        """
+        self._frames += 1
+        self._groups += len(questions)
+        results: list[Scored | ScoreError] = []
+        for question, result in zip(questions, scored, strict=True):
+            self._completions += len(question.answers) + len(question.actions)
+            self._skipped += question.answers.count(None)
+            self._skipped += sum(None in actions for actions in question.actions)
+            if result.error:
+                self._reward_errors[question.task] += result.errors or 1
+                self._last_reward_error = f"{question.task}: {result.error}"
+            results.append(
+                result
+                if result.prompt
+                else QuestionFailed(f"{question.task} made no question: {result.error}")
+            )
+        return results
+
+    def unknown(self, error: TaskUnknown) -> TaskUnknown:
+        self._unknown += 1
+        return error
+
+    def started(self) -> None:
+        self._starts += 1
+
+    def failure(self, error: Exception, ending: str, *, starting: bool = False) -> ScorerFailed:
+        """Count a failure and describe it in one line: the observed error, how the child ended, and
+        the end of its standard error.
+        """
+        self._failures += 1
+        self._last_failure = (
+            f"the scorer {'did not start' if starting else 'was replaced'}:"
+            f" {error}{'; ' + ending if ending else ''}"
+        )
+        return ScorerFailed(self._last_failure)
+
+    def snapshot(self, child: Child | None, waiting: int) -> ScorerStatistics:
+        return ScorerStatistics(
+            pid=child.pid if child else None,
+            layers=child.layers if child else (),
+            frames=self._frames,
+            groups=self._groups,
+            completions=self._completions,
+            skipped=self._skipped,
+            unknown=self._unknown,
+            starts=self._starts,
+            failures=self._failures,
+            waiting=waiting,
+            last_failure=self._last_failure,
+            reward_errors=dict(self._reward_errors),
+            last_reward_error=self._last_reward_error,
+        )

@@ -20,7 +20,7 @@ import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import frames
-from swarmnode.tasks.frame_scorer import FrameScorer
+from swarmnode.tasks.child import FrameScorer
 from swarmnode.tasks.frames import Question, Scored, ScorerFailed
 from swarmnode.tasks.seeds import evaluation_seed
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from swarmnode.tasks import openenv
 
 ADAPTER_VERSION = "2"
-"""Part of every task version. Change it when the adapter (`gym`) or the extraction of the answer
-(`answers.find_answer`) changes."""
+"""Part of every task version. Change it when the adapter (`scorer.GymTask`) or the extraction of
+the answer (`answers.find_answer`) changes."""
 
 
 @dataclass(frozen=True, slots=True)

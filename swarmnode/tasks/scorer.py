@@ -8,10 +8,13 @@ request. It exits at a request that it cannot parse; its client then starts anot
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -19,9 +22,9 @@ import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import builtin, dataset, frames, games, own, owner_code, sandbox
+from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.episodes import Player, check_episode
 from swarmnode.tasks.games import GameTask
-from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS, TaskSpec, changed_settings, install
 
 _STDIN, _STDOUT = 0, 1
@@ -40,7 +43,7 @@ class Judge:
         self._player = Player()
         gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
         self._gym = {
-            spec.id: [_load_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)]
+            spec.id: [GymTask(spec.at(difficulty)) for difficulty in range(spec.levels)]
             for spec in gym
         }
 
@@ -66,18 +69,6 @@ class Judge:
 
 
 LoadedTask = own.OwnTask | dataset.DatasetTask | GameTask
-
-
-def _load_gym_task(spec: TaskSpec) -> GymTask:
-    """Load a task of reasoning-gym with its settings. Raises ConfigError for settings that
-    reasoning-gym refuses.
-    """
-    try:
-        return GymTask(spec)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"task.settings.{spec.id}: reasoning-gym does not take these settings: {error}"
-        ) from None
 
 
 def _check_settings(judge: Judge) -> None:
@@ -131,6 +122,63 @@ def judge(
     if question.reveal:
         return msgspec.structs.replace(scored, answer=item.answer, arguments=[*item.arguments])
     return scored
+
+
+class GymTask:
+    """One reasoning-gym dataset at one difficulty. Item i with seed s depends only on
+    Random(s + i), so one object serves every seed.
+
+    The reward is 1 for the dataset's answer in the dataset's spelling, otherwise 0. The datasets'
+    `score_answer` is not used. Some give "12." or "+12" the same reward as "12", and peers can
+    teach any variation that changes no reward (docs/security.md). Some give partial credit to any
+    text that contains the answer, or to any text, which a policy learns to exploit
+    (docs/own-task.md).
+
+    Raises:
+        ConfigError: reasoning-gym refuses the settings.
+    """
+
+    def __init__(self, spec: TaskSpec) -> None:
+        group, name = spec.generator.split(".")
+        # `import reasoning_gym` would load more than a hundred generators, sympy and matplotlib
+        # (1 s instead of 60 ms), and scorers that execute answers.
+        with _bare_package("reasoning_gym"), _bare_package(f"reasoning_gym.{group}"):
+            importlib.import_module(f"reasoning_gym.{group}.{name}")
+            factory = importlib.import_module("reasoning_gym.factory")
+            try:
+                self._dataset = factory.create_dataset(name, seed=0, size=1, **spec.settings)
+            except (AssertionError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"task.settings.{spec.id}: reasoning-gym does not take these settings: {error}"
+                ) from None
+
+    def item(self, seed: int, index: int) -> Item:
+        """Return the question at (seed, index). It generates one item, not a whole dataset."""
+        self._dataset.seed = seed
+        entry: dict[str, object] = self._dataset[index]
+        answer = str(entry["answer"])
+        return Item(str(entry["question"]), answer, lambda text: float(text == answer))
+
+
+@contextlib.contextmanager
+def _bare_package(name: str) -> Iterator[None]:
+    """Make submodules of the package `name` importable without executing the package. It does
+    nothing if the package is loaded already.
+
+    A package in `sys.modules` tells the import system where its submodules are. It is removed
+    afterwards, so that `import reasoning_gym` elsewhere in the process loads the whole package.
+    """
+    if name in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 class NullOutput(io.TextIOBase):

@@ -137,7 +137,7 @@ def boxed(answer: str, gold: str) -> bool:
 
 def equal_json(answer: str, gold: str) -> bool:
     """Compare JSON values: 1 equals 1.0, and 1 does not equal true."""
-    return _with_types(_load_json(answer)) == _with_types(_load_json(gold))
+    return json_schema.equal(_load_json(answer), _load_json(gold))
 
 
 def fits_schema(answer: str, gold: str) -> bool:
@@ -274,14 +274,3 @@ def _bounded_int(text: str) -> int:
     if len(text) > DIGITS:
         raise ValueError("its number is too long")
     return int(text)
-
-
-def _with_types(value: object) -> object:
-    """Return a value that Python compares as JSON does: true does not equal 1."""
-    if isinstance(value, bool):
-        return ("bool", value)
-    if isinstance(value, list):
-        return [_with_types(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_types(item) for key, item in value.items()}
-    return value

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 
 from swarmnode.averaging.averaged import AveragedTensors
+from swarmnode.averaging.gate import LossProbe
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
-from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import (
     Config,
     LoraSettings,

@@ -40,11 +40,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from swarmnode.averaging.gate import RevertMonitor
 from swarmnode.errors import StateError
 from swarmnode.files import pinned, sync_directory
 from swarmnode.policy.load import check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
-from swarmnode.weights.revert_monitor import RevertMonitor
 
 log = structlog.get_logger("swarmnode.trainer")
 

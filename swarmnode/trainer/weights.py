@@ -28,11 +28,17 @@ from pathlib import Path
 import torch
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.exchanges import Exchange, ExchangeTable
-from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, unmoved
+from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, Probe, norm
+from swarmnode.averaging.outer import (
+    Exchange,
+    ExchangeTable,
+    OuterState,
+    SlowWeights,
+    Tensors,
+    host_copy,
+    unmoved,
+)
 from swarmnode.averaging.payload_files import PayloadFiles
-from swarmnode.averaging.probe import Probe
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import StateError
 from swarmnode.link.messages import WeightsReport
@@ -50,8 +56,7 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.local import TAKEN
-from swarmnode.weights.manifest import writing_seconds
+from swarmnode.weights.local import AVERAGED, writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 
@@ -219,7 +224,11 @@ class Replica:
                 left = fragments.blocks_of(self._parts.schedule.left(due))
                 self._send(
                     local.OuterStepDue(
-                        due, self._parts.counters.outer_clocks[due], step_seconds, left
+                        due,
+                        self._parts.counters.outer_clocks[due],
+                        self._parts.counters.step,
+                        step_seconds,
+                        left,
                     )
                 )
             else:
@@ -329,12 +338,12 @@ class Replica:
         """Have the worker prepare the outer step.
 
         Args:
-            taken: Tensors that the outer step includes at least: averages if `outcome` is in TAKEN,
-                otherwise this node's weights.
+            taken: Tensors that the outer step includes at least: averages if `outcome` is in
+                AVERAGED, otherwise this node's weights.
         """
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
-            mean = taken if outcome in TAKEN else {}
+            mean = taken if outcome in AVERAGED else {}
             leaves = self._parts.schedule.leaves(exchange.fragment, taken)
             alone = {
                 name: theta
@@ -354,7 +363,7 @@ class Replica:
         counters = self._parts.counters
         if exchange.outcome == "probation":
             counters.probation = False
-        elif exchange.outcome in TAKEN:
+        elif exchange.outcome in AVERAGED:
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
@@ -368,7 +377,7 @@ class Replica:
                 outer_step,
             )
         )
-        return exchange.outcome in TAKEN
+        return exchange.outcome in AVERAGED
 
     def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
         """End an exchange without a commit.
@@ -413,7 +422,7 @@ class Replica:
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
-        averaged = exchange.outcome in TAKEN
+        averaged = exchange.outcome in AVERAGED
         with parts.tensors.lock:
             if not parts.outer.take(prepared, rest=rest, alone=not averaged):
                 return False

@@ -24,16 +24,15 @@ import torch
 
 from swarmnode.averaging import codecs, lora
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.exchanges import Exchange, ExchangeTable
 from swarmnode.averaging.gate import AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, Tensors, prepare
+from swarmnode.averaging.outer import Exchange, ExchangeTable, OuterState, Tensors, prepare
 from swarmnode.averaging.payload_files import PayloadFiles, mapped
 from swarmnode.errors import BadMessage
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout
-from swarmnode.weights.manifest import STATE_CODEC, TensorHash
+from swarmnode.weights.local import STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 

@@ -8,7 +8,8 @@ swap compares the fingerprints again, and the gate checks the weights.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -70,77 +71,11 @@ class Claim(msgspec.Struct, frozen=True):
     """The latest claim of one peer."""
 
     fingerprint: bytes
-    """Empty if the peer has made no claim."""
     outer_step: int
     blocks: bytes
     """Blocks that the peer holds, packed."""
     at: float
-    """Time of the claim."""
-    asked: float
-    """Time of the claim or of the latest request for one, whichever is later."""
-
-
-class Claims:
-    """The MAX_PEERS newest claims, by peer. Pure; `now` is in monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._claims: OrderedDict[str, Claim] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._claims)
-
-    def asked(self, peer: str, now: float) -> None:
-        """Record a request to `peer`. Its last claim stays valid until it answers."""
-        self._keep(
-            peer,
-            msgspec.structs.replace(
-                self._claims.get(peer, Claim(b"", 0, b"", now, now)), asked=now
-            ),
-        )
-
-    def received(
-        self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b""
-    ) -> None:
-        """Store a claim of `peer`."""
-        self._keep(peer, Claim(fingerprint, outer_step, blocks, now, now))
-
-    def _keep(self, peer: str, claim: Claim) -> None:
-        self._claims.pop(peer, None)
-        self._claims[peer] = claim
-        if len(self._claims) > MAX_PEERS:
-            self._claims.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget all claims."""
-        self._claims.clear()
-
-    def to_ask(self, connected: Iterable[str], now: float) -> list[str]:
-        """Return the connected peers without a claim or request within ASK_SECONDS."""
-        return [
-            peer
-            for peer in connected
-            if (claim := self._claims.get(peer)) is None or now - claim.asked >= ASK_SECONDS
-        ]
-
-    def candidates(self, connected: Iterable[str], fingerprint: bytes, now: float) -> list[str]:
-        """Return the connected peers with a claim of this fingerprint within FRESH_SECONDS."""
-        return [
-            peer
-            for peer in connected
-            if (claim := self._claims.get(peer)) is not None
-            and claim.fingerprint == fingerprint
-            and now - claim.at < FRESH_SECONDS
-        ]
-
-    def blocks(self, peer: str, fingerprint: bytes) -> bytes:
-        """Return the blocks that `peer` last claimed, packed; empty for another fingerprint."""
-        claim = self._claims.get(peer)
-        return claim.blocks if claim is not None and claim.fingerprint == fingerprint else b""
-
-    def outer_step(self, peer: str) -> int:
-        """Return the outer step that `peer` last claimed, 0 without a claim."""
-        claim = self._claims.get(peer)
-        return claim.outer_step if claim is not None else 0
+    """Time of the claim, on trio's clock."""
 
 
 class Discovery:
@@ -164,27 +99,35 @@ class Discovery:
         self._replica = replica
         self._swarm = swarm
         self._unix_time = unix_time
-        self._claims = Claims()
+        self._claims: OrderedDict[str, Claim] = OrderedDict()
+        """The MAX_PEERS newest claims, by peer."""
+        self._asked: dict[str, float] = {}
+        """Connected peer → time of the last request to it or claim of it."""
 
     async def run(self) -> None:
         """Request missing claims until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
-                now = trio.current_time()
-                for peer in (
-                    self._claims.to_ask(self._network.connected(), now)
-                    if self._replica.facts is not None
-                    else ()
-                ):
-                    self._claims.asked(peer, now)
-                    if self._network.is_allowed(peer):
-                        nursery.start_soon(self._ask, peer)
+                if self._replica.facts is not None:
+                    for peer in self._peers_to_ask():
+                        if self._network.is_allowed(peer):
+                            nursery.start_soon(self._ask, peer)
                 await trio.sleep(POLL_INTERVAL)
+
+    def _peers_to_ask(self) -> list[str]:
+        """Return the connected peers without a request or claim within ASK_SECONDS, and record a
+        request to each."""
+        now, connected = trio.current_time(), self._network.connected()
+        self._asked = {peer: self._asked.get(peer, -math.inf) for peer in connected}
+        due = [peer for peer, asked in self._asked.items() if now - asked >= ASK_SECONDS]
+        self._asked |= dict.fromkeys(due, now)
+        return due
 
     def forget(self) -> None:
         """Forget all claims after a change of the own policy. All peers are asked again, and each
         request carries the new claim."""
         self._claims.clear()
+        self._asked.clear()
 
     def claim(self) -> Here:
         """Return the claim of this node."""
@@ -195,33 +138,40 @@ class Discovery:
         fingerprint = (
             self._replica.fingerprint if isinstance(claim, Accepted) else claim.fingerprint
         )
-        self._claims.received(
-            peer, fingerprint, claim.outer_step, trio.current_time(), claim.blocks
-        )
+        now = trio.current_time()
+        self._claims.pop(peer, None)
+        self._claims[peer] = Claim(fingerprint, claim.outer_step, claim.blocks, now)
+        self._asked[peer] = now
+        if len(self._claims) > MAX_PEERS:
+            self._claims.popitem(last=False)
 
     def candidates(self) -> list[str]:
-        """Return the connected peers with the same fingerprint, a common block, a recent claim and
-        an acceptable reputation."""
-        peers = self._claims.candidates(
-            self._network.connected(), self._replica.fingerprint, trio.current_time()
-        )
-        return [peer for peer in peers if self._network.is_allowed(peer) and self.shared(peer)]
+        """Return the connected peers with the same fingerprint, a common block, a claim within
+        FRESH_SECONDS and an acceptable reputation."""
+        oldest = trio.current_time() - FRESH_SECONDS
+        return [
+            peer
+            for peer in self._network.connected()
+            if peer in self._claims
+            and self._claims[peer].at > oldest
+            and self.shared(peer)
+            and self._network.is_allowed(peer)
+        ]
 
     def alike(self) -> list[str]:
         """Return the candidates that hold exactly the blocks of this node."""
-        return [
-            peer
-            for peer in self.candidates()
-            if self._claims.blocks(peer, self._replica.fingerprint) == self._replica.blocks
-        ]
+        return [peer for peer in self.candidates() if self._blocks(peer) == self._replica.blocks]
 
     def shared(self, peer: str) -> bytes:
         """Return the blocks that both `peer` (by its claim) and this node hold, packed."""
-        return common(self._claims.blocks(peer, self._replica.fingerprint), self._replica.blocks)
+        return common(self._blocks(peer), self._replica.blocks)
 
-    def shares(self, peer: str, fragment: int) -> bool:
-        """Return True if both `peer` (by its claim) and this node hold a block of `fragment`."""
-        return bool(self._replica.within(self.shared(peer), fragment))
+    def _blocks(self, peer: str) -> bytes:
+        """Return the blocks that `peer` last claimed, packed; empty for another fingerprint."""
+        claim = self._claims.get(peer)
+        if claim is None or claim.fingerprint != self._replica.fingerprint:
+            return b""
+        return claim.blocks
 
     def partners(
         self, fragment: int, outer_step: int, blocks: bytes = b""
@@ -244,11 +194,11 @@ class Discovery:
         order = partner_order(
             self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm
         )
-        far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
-        worth = {peer: (far(peer), has[peer] != due) for peer in order}
-        return tuple(sorted(order, key=worth.__getitem__)), Counter(worth.values())[
-            min(worth.values(), default=(False, False))
-        ]
+        far = lambda peer: too_far_behind(abs(self._claims[peer].outer_step - outer_step))
+        drawbacks = {peer: (far(peer), has[peer] != due) for peer in order}
+        ordered = tuple(sorted(order, key=drawbacks.__getitem__))
+        equal = sum(drawbacks[peer] == drawbacks[ordered[0]] for peer in ordered)
+        return ordered, equal
 
     async def _ask(self, peer: str) -> None:
         """Exchange claims with `peer`."""

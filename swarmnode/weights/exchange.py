@@ -28,7 +28,8 @@ import logging
 import math
 import random
 import secrets
-from collections import Counter, OrderedDict
+import statistics
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from swarmnode.errors import BadMessage, LocalError, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import REQUEST_SECONDS, Discovery, ask
-from swarmnode.weights.local import OURS, PROOF, LocalReplica, SendToTrainer
+from swarmnode.weights.local import MOST_SWAPS, OWN_FAULTS, PROOF, LocalReplica, SendToTrainer
 from swarmnode.weights.messages import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -96,19 +97,19 @@ LINGER_SECONDS: Final = 30.0
 SLOWER: Final = 4.0
 """Longest transfer deadline of a partner with a low measured bandwidth, as a multiple of an
 unmeasured peer's deadline."""
-MOST_SWAPS: Final = 4
-"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
 ACCEPT_SHARE: Final = 0.25
 """A fragment accepts at most one swap in this share of its interval."""
 PEER_SHARE: Final = 0.4
 """A proposal of one of n equally good candidates is accepted at most once in `PEER_SHARE * n` gaps.
 An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
 every second proposal of each other."""
-TURN_GAPS: Final = 4.0
+TURN_GAPS: Final = 1.5
 """A peer is asked after the others if its last swap with this node began less than this many gaps
 ago. Otherwise two of three nodes could rank each other first and swap only with each other, and the
-third node would not be averaged. A gap is computed from the duration of a training step and may be
-half of the real time between two outer steps, so it takes several."""
+third node would not be averaged."""
+MEASURED_PACES: Final = 5
+"""Own outer steps over which the duration of a training step is measured. The median of the
+intervals between them ignores a pause of the training."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
@@ -144,9 +145,9 @@ FAILURES: Final = (
     "no_trainer",  # this node's trainer has left
 )
 """Causes of a failed swap."""
-BLAMELESS: Final = frozenset(("local", "snapshot", "apply_timeout", "no_trainer"))
+OWN_FAILURES: Final = frozenset(("local", "snapshot", "apply_timeout", "no_trainer"))
 """Failures that are this node's fault."""
-LIES: Final = frozenset(("size", "hash", "malformed"))
+FALSE_DATA: Final = frozenset(("size", "hash", "malformed"))
 """Failures that prove that the partner sent false data. They cost it reputation."""
 
 
@@ -216,7 +217,7 @@ class SwapState:
     """The copy that is offered to the partner."""
     offered: trio.Event = field(default_factory=trio.Event)
     """Set when `copy` is offered, or the swap has ended without one."""
-    theirs: Ready | None = None
+    partner_offer: Ready | None = None
     """The partner's offer."""
     path: Path | None = None
     """File of the partner's payload."""
@@ -296,6 +297,10 @@ class Exchange:
         self._best = 0
         """Number of candidates that equal the first."""
         self._step_seconds = 0.0
+        """Time from one training step to the next."""
+        self._paces: deque[float] = deque(maxlen=MEASURED_PACES)
+        self._last_due: tuple[float, int] | None = None
+        """Time and training step of the last `outer_step_due`."""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer and propose swaps until cancelled."""
@@ -324,10 +329,20 @@ class Exchange:
     def outer_step_due(self, due: local.OuterStepDue) -> None:
         """Start to look for a partner for an own outer step, unless a search for the fragment is
         under way."""
-        self._step_seconds = max(0.0, due.step_seconds)
+        self._measure_pace(due)
         if due.fragment not in self._searches:
             self._searches[due.fragment] = due
             self.start(self._take_outer_step, due)
+
+    def _measure_pace(self, due: local.OuterStepDue) -> None:
+        """Measure the time from one training step to the next, with evaluation and averaging in
+        between. Before the second outer step, use the duration of the last training step."""
+        now = trio.current_time()
+        if self._last_due is not None and due.step > self._last_due[1]:
+            at, step = self._last_due
+            self._paces.append((now - at) / (due.step - step))
+        self._last_due = now, due.step
+        self._step_seconds = statistics.median(self._paces or [due.step_seconds])
 
     async def _take_outer_step(self, due: local.OuterStepDue) -> None:
         """Swap the fragment with the first candidate that accepts. Request a solo step from the
@@ -377,9 +392,9 @@ class Exchange:
 
         def later(peer: str) -> tuple[bool, bool, bool]:
             is_busy = self._known(peer).busy_until > now
-            had_turn = now < self._known(peer).swapped_at + TURN_GAPS * self._gap
-            blocked = self._seconds_until_welcome(peer, now) > 0
-            return is_busy, peer not in best, blocked or had_turn
+            swapped_recently = now < self._known(peer).swapped_at + TURN_GAPS * self._gap
+            blocked = self._peer_wait(peer, now) > 0
+            return is_busy, peer not in best, blocked or swapped_recently
 
         free = (peer for peer in self._candidates if self._known(peer).backoff.until <= now)
         return sorted(free, key=later)
@@ -398,7 +413,7 @@ class Exchange:
         try:
             answer = await ask(self._network, peer, request, PROPOSE_SECONDS)
         except BadMessage:
-            self._lied(peer, "weights_malformed")
+            self._report_false_data(peer, "weights_malformed")
         except PeerError as error:
             log.info("swap proposal failed: peer=%s error=%s", peer, error)
             self._fail(peer, PROPOSE_SECONDS)
@@ -422,7 +437,7 @@ class Exchange:
             case None:
                 pass
             case _:
-                self._lied(peer, "weights_malformed")
+                self._report_false_data(peer, "weights_malformed")
         self.statistics.outcomes[outcome] += 1
         del self._swaps[fragment]
         swap.over.set()
@@ -490,11 +505,11 @@ class Exchange:
         return max(
             self._copy_seconds if under_way else 0.0,
             self._rest_until.get(fragment, now) - now,
-            self._seconds_until_welcome(peer, now),
+            self._peer_wait(peer, now),
             self._known(peer).backoff.until - now,
         )
 
-    def _seconds_until_welcome(self, peer: str, now: float) -> float:
+    def _peer_wait(self, peer: str, now: float) -> float:
         """Return the seconds until the last swap with the peer no longer blocks a new one."""
         best = peer in self._candidates[: self._best]
         equals = self._best if best else max(1, len(self._candidates))
@@ -608,7 +623,7 @@ class Exchange:
                     log.debug("payload request failed: peer=%s error=%s", swap.peer, error)
                 match answer:
                     case Ready(id=swap.id):
-                        swap.theirs = answer
+                        swap.partner_offer = answer
                         limit = self._replica.limits[swap.fragment]
                         return "size" if answer.size > limit else ""
                     case Refused(id=swap.id):
@@ -621,9 +636,9 @@ class Exchange:
 
     async def _fetch(self, swap: SwapState) -> str:
         """Fetch the partner's payload into a file and verify each chunk."""
-        assert swap.theirs is not None
-        swap.phase, swap.path, theirs = "fetching", self._store.new_path(), swap.theirs
-        remote = RemotePayload(swap.peer, theirs.transfer, theirs.root, theirs.size)
+        assert swap.partner_offer is not None
+        swap.phase, swap.path, offer = "fetching", self._store.new_path(), swap.partner_offer
+        remote = RemotePayload(swap.peer, offer.transfer, offer.root, offer.size)
         limit = self._replica.limits[swap.fragment]
         deadline = trio.current_time() + self._lease(swap)
         try:
@@ -642,10 +657,15 @@ class Exchange:
 
     async def _commit(self, swap: SwapState) -> str:
         """Have the trainer check the partner's weights with its gate, and commit the mean."""
-        assert swap.theirs is not None
-        swap.phase, theirs = "judging", swap.theirs.outer_step
+        assert swap.partner_offer is not None
+        swap.phase = "judging"
         apply = local.ApplyPayload(
-            swap.id, swap.fragment, swap.peer, theirs, str(swap.path), swap.blocks
+            swap.id,
+            swap.fragment,
+            swap.peer,
+            swap.partner_offer.outer_step,
+            str(swap.path),
+            swap.blocks,
         )
         if not self._send_to_trainer(apply):
             return "no_trainer"
@@ -655,7 +675,7 @@ class Exchange:
             return "apply_timeout"
         if swap.ended.committed:
             return ""
-        return "local" if swap.ended.outcome in OURS else "gate"
+        return "local" if swap.ended.outcome in OWN_FAULTS else "gate"
 
     def _conclude(self, swap: SwapState, cause: str) -> None:
         """End a swap: free its slot and file, count the outcome, update the partner's backoff and
@@ -681,16 +701,17 @@ class Exchange:
             if swap.copy is not None and cause != "gate":
                 self._store.shorten(swap.copy.offer, now + COPY_REUSE_SECONDS)
             held = max(now - swap.began, self._short_seconds)
-            if cause in LIES:
-                self._lied(swap.peer, f"weights_{cause}")
+            if cause in FALSE_DATA:
+                self._report_false_data(swap.peer, f"weights_{cause}")
             elif cause == "gate" and swap.ended is not None and local.OUTCOMES[swap.ended.outcome]:
-                self._lied(swap.peer, f"weights_{swap.ended.outcome}")
-            elif cause not in BLAMELESS:
+                self._report_false_data(swap.peer, f"weights_{swap.ended.outcome}")
+            elif cause not in OWN_FAILURES:
                 self._fail(swap.peer, FAILURE_FACTOR * held)
         else:
             outcomes["applied"] += 1
             self.statistics.seconds += now - swap.began
-            self.statistics.received_bytes += swap.theirs.size if swap.theirs is not None else 0
+            if swap.partner_offer is not None:
+                self.statistics.received_bytes += swap.partner_offer.size
             self._searches.pop(swap.fragment, None)
             self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
             partner = self._partner(swap.peer)
@@ -702,7 +723,7 @@ class Exchange:
         swap.offered.set()
         swap.over.set()
 
-    def _lied(self, peer: str, reason: str) -> None:
+    def _report_false_data(self, peer: str, reason: str) -> None:
         """Lower the reputation and lengthen the backoff of a peer that provably sent false data."""
         self._network.rejected(peer, reason, PROOF)
         self._fail(peer, LIE_SECONDS)
@@ -722,12 +743,13 @@ class Exchange:
             self._partners.popitem(last=False)
         return partner
 
-    # ---- what the trainer sends ------------------------------------------------------------------
+    # ---- messages of the trainer -----------------------------------------------------------------
 
     def trainer_left(self) -> None:
         """Cancel all swaps and searches: the trainer has disconnected."""
         for swap in self._swaps.values():
             swap.scope.cancel()
+        self._last_due = None
         self._searches.clear()
         self._swaps.clear()
         self._copies.clear()

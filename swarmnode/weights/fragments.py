@@ -100,12 +100,6 @@ def cut(layout: Layout, fragments: int) -> tuple[Layout, ...]:
     return tuple(tuple(sorted(part, key=lambda s: s.name)) for part in parts)
 
 
-def check_schedule(sync_every: int, fragments: int) -> None:
-    """Raise ValueError if two fragments would be due after one training step."""
-    if not 1 <= fragments <= sync_every:
-        raise ValueError(f"{fragments} fragments do not fit into sync_every = {sync_every} steps")
-
-
 def due(step: int, sync_every: int, fragments: int) -> int | None:
     """Return the fragment whose outer step is due after inner step `step` (1, 2, …), or None.
 

@@ -27,13 +27,33 @@ from typing import Final
 import msgspec
 
 from swarmnode.p2p.reputation import COST
-from swarmnode.weights import fingerprint, fragments, manifest
+from swarmnode.weights import fingerprint, fragments
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Layout, payload_limit
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.layout import Codec, Layout, payload_limit
 
 DIRECTORY = "weights"
 """Folder below the data directory. Its files may be deleted while the node is stopped."""
+
+MOST_SWAPS: Final = 4
+"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
+STATE_CODEC: Final[Codec] = "bfloat16"
+"""Codec of a state. Its error is about as large as the difference between replicas late in
+training. δ is not sent: a few outer steps restore it."""
+WRITTEN_PER_SECOND: Final = 1e8
+"""Least bytes per second that a trainer rounds, hashes and writes while it trains."""
+
+
+def writing_seconds(layout: Layout) -> float:
+    """Return the time that a neighbour needs to write a state of this layout, seconds."""
+    return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
+
+
+class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name and hash of one tensor."""
+
+    name: str
+    phi: bytes
+    """32 bytes: SHA-256 of φ, bfloat16 little-endian."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
@@ -84,8 +104,11 @@ class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     fragment: int
     outer_step: int
     """Outer steps that this fragment has taken."""
+    step: int
+    """Training steps that this node has taken. The network process measures their pace by it."""
     step_seconds: float
-    """Duration of a training step on this node. Time limits of a swap depend on it."""
+    """Duration of the last training step, for the time limits of a swap until the pace is
+    measured."""
     blocks: bytes = b""
     """The due blocks of the fragment, packed; empty for all of them."""
 
@@ -232,10 +255,10 @@ OUTCOMES: Final[dict[str, float]] = {
 }
 """Every outcome of a swap at the trainer → its cost in the partner's reputation."""
 
-OURS: Final = frozenset(("own_not_finite", "local"))
+OWN_FAULTS: Final = frozenset(("own_not_finite", "local"))
 """Outcomes that are this node's fault. All others without a commit lengthen the partner's backoff
 (`exchange.PeerBackoff`)."""
-TAKEN: Final = frozenset(("accepted", "clipped"))
+AVERAGED: Final = frozenset(("accepted", "clipped"))
 """Outcomes with a partner's weights averaged into this node's."""
 
 ADOPTIONS: Final[dict[str, float]] = {
@@ -289,8 +312,8 @@ class LocalReplica:
 
     @property
     def writing_seconds(self) -> float:
-        """`manifest.writing_seconds` of this replica; 0 without one."""
-        return manifest.writing_seconds(self.facts.layout) if self.facts is not None else 0.0
+        """`writing_seconds` of this replica; 0 without one."""
+        return writing_seconds(self.facts.layout) if self.facts is not None else 0.0
 
     def has(self, fragment: int) -> bool:
         """Return True if the replica has a fragment of this number."""

@@ -54,8 +54,8 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="acc
 
 
 class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
-    """Answer to a Swap: another one is under way, or a limit is reached. Answer to a Payload: it is
-    not encoded yet."""
+    """Answer to a Swap: another swap is under way, or a limit is reached. Answer to a Payload: the
+    sender is still writing the payload."""
 
     id: bytes
     retry_seconds: int = 0
@@ -77,7 +77,7 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="payl
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """Answer to a Payload: it can be fetched by bulk transfer (protocol/05-bulk.md)."""
+    """Answer to a Payload: the payload can be fetched by bulk transfer (protocol/05-bulk.md)."""
 
     id: bytes
     transfer: bytes

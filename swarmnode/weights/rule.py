@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
-RuleName = Literal["noloco", "gossip"]
 ALPHA: Final = 0.5
 BETA: Final = 0.7
 LARGEST_OUTER_STEP: Final = 10**8

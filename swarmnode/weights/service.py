@@ -23,8 +23,7 @@ from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.exchange import Exchange
 from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.payload_store import PayloadStore
-from swarmnode.weights.state_seeker import CatchUpStatistics, StateSeeker
-from swarmnode.weights.state_server import StateServer
+from swarmnode.weights.state import CatchUpStatistics, StateSeeker, StateServer
 from swarmnode.wire.envelope import Credentials
 
 

@@ -12,15 +12,15 @@ from protocol.generate.schema_stages import schemas as stages_schemas
 from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.p2p import exchange, manifests, sessions, summaries
 from swarmnode.p2p.bulk import fetching
-from swarmnode.rollouts import admission, pull_gossip
-from swarmnode.rollouts.pace import LONGEST_SECONDS
+from swarmnode.rollouts import admission
+from swarmnode.rollouts.exchange import ANSWER_SECONDS, LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
 from swarmnode.stages.wire import FENCE_REASONS, MAX_MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
-from swarmnode.weights import state_server
+from swarmnode.weights import state
 from swarmnode.wire import envelope, ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
 
@@ -198,14 +198,14 @@ def test_caps_match_the_registry():
 
 def test_timeouts_match_the_registry():
     assert REGISTRY["timeouts"] == {
-        "listing": pull_gossip.ANSWER_SECONDS,
+        "listing": ANSWER_SECONDS,
         "groups": LONGEST_SECONDS,
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
         "summary": summaries.DEADLINE,
         "weights": weights_discovery.REQUEST_SECONDS,
-        "weights_state": state_server.ANSWER_SECONDS,
+        "weights_state": state.ANSWER_SECONDS,
         "crews": service.REQUEST_TIMEOUT,
         "stage_open": service.OPEN_SECONDS,
         "stage_stream": service.PARK_SECONDS,

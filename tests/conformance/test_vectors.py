@@ -28,7 +28,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import episode
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected, _ends_alike
-from swarmnode.rollouts.claims import PROVEN, contradiction
+from swarmnode.rollouts.puller import PROVEN, contradiction
 from swarmnode.rollouts.shelf import Shelf
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (
@@ -42,8 +42,8 @@ from swarmnode.stages.wire import (
     hash_body,
     state_bytes,
 )
+from swarmnode.tasks.client import prepare
 from swarmnode.tasks.frames import Episode
-from swarmnode.tasks.questions import prepare
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
@@ -52,7 +52,7 @@ from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerpr
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.state_seeker import open_state_manifest
+from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal

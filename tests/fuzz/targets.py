@@ -25,7 +25,7 @@ from swarmnode.observe.history import History
 from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
-from swarmnode.rollouts import groups, offers, shelf
+from swarmnode.rollouts import groups, puller, shelf
 from swarmnode.rollouts.admission import Admission
 from swarmnode.stages import wire
 from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
@@ -33,7 +33,7 @@ from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.state_seeker import open_state_manifest
+from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.signed import open_session, open_summary
@@ -110,12 +110,9 @@ def episodes(data: bytes) -> None:
     for completion, given in zip(group.completions, groups.answers(group), strict=True):
         assert "".join(groups.actions(completion)) == completion.text
         assert isinstance(given, str) == (not completion.turns)
-        for packed, parts in (
-            (completion.token_ids, groups.turn_ids(completion)),
-            (completion.logprobs, groups.turn_logprobs(completion)),
-        ):
-            assert len(parts) == max(1, len(completion.turns))
-            assert 4 * sum(map(len, parts)) == len(packed)
+        parts = groups.turn_ids(completion)
+        assert len(parts) == max(1, len(completion.turns))
+        assert 4 * sum(map(len, parts)) == len(completion.token_ids)
 
 
 def admission() -> Feed:
@@ -170,7 +167,7 @@ def fetched() -> Feed:
 
 def offered() -> Feed:
     """Feed listings of several peers, which are stored and selected from."""
-    kept, rng = offers.Offers(b"", lambda key: key.hex()), random.Random(0)
+    kept, rng = puller.Offers(b"", lambda key: key.hex()), random.Random(0)
 
     def feed(data: bytes) -> None:
         listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)

@@ -98,7 +98,7 @@ class PullSwarm:
                     SharingConfig(**cfg),
                     clock=lambda skew=skew: clock() + skew,
                     rng=random.Random(1000 * seed + number),
-                    budget=self.budgets[number],
+                    allows=self.budgets[number].allows,
                 )
             )
 

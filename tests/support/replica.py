@@ -25,9 +25,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import Losses
+from swarmnode.averaging.gate import Answer, Losses, LossProbe
 from swarmnode.averaging.outer import Tensors
-from swarmnode.averaging.probe import Answer, LossProbe
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.policy.load import Policy
@@ -140,7 +139,12 @@ class Node:
 
     def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
         self.service.receive(
-            local.OuterStepDue(fragment, self.counters.outer_clocks[fragment], step_seconds)
+            local.OuterStepDue(
+                fragment,
+                self.counters.outer_clocks[fragment],
+                self.counters.step,
+                step_seconds,
+            )
         )
 
     def fingerprint(self) -> bytes:

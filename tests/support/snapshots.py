@@ -34,18 +34,17 @@ from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.rollouts.claims import BeliefStatistics
-from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
 from swarmnode.rollouts.pool import PoolStatistics
-from swarmnode.rollouts.pull_gossip import PullStatistics, ServingStatistics
-from swarmnode.rollouts.shelf import ShelfStatistics
+from swarmnode.rollouts.puller import ListingStatistics
+from swarmnode.rollouts.shelf import ServingStatistics, ShelfStatistics
 from swarmnode.stages.crew import CrewStatistics, SlotStatistics
 from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
-from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
-from swarmnode.weights.state_seeker import CatchUpStatistics
+from swarmnode.weights.state import CatchUpStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
@@ -280,7 +279,7 @@ def example_at(t: float) -> NodeSnapshot:
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
-                claims=BeliefStatistics(8, {"absent": 1}, 2),
+                claims=ListingStatistics(8, {"absent": 1}, 2),
             ),
             serving=ServingStatistics({"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000)),
             pool=PoolStatistics(

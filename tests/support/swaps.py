@@ -131,6 +131,7 @@ class Party:
         self.verdict: Callable[[str], str] = lambda peer: "accepted"
         """Gate outcome for the weights of a peer."""
         self.has_trainer = self.may_accept = True
+        self.steps = 0
         self.applied: Counter[str] = Counter()
         """Committed swaps by partner."""
         self.to_trainer: list[local.ToTrainer] = []
@@ -185,9 +186,13 @@ class Party:
     def outer_step(self) -> int:
         return self.replica.outer_steps[0]
 
-    def due(self, fragment: int = 0, step_seconds: float = 1.0) -> None:
-        step = self.replica.outer_steps[fragment]
-        self.exchange.outer_step_due(local.OuterStepDue(fragment, step, step_seconds))
+    def due(self, fragment: int = 0, step_seconds: float = 1.0, steps: int = 0) -> None:
+        """Report a due outer step, `steps` training steps after the last one."""
+        self.steps += steps
+        outer_step = self.replica.outer_steps[fragment]
+        self.exchange.outer_step_due(
+            local.OuterStepDue(fragment, outer_step, self.steps, step_seconds)
+        )
 
     def outcome(self, name: str) -> int:
         return self.exchange.statistics.outcomes[name]
@@ -353,7 +358,7 @@ async def averaged(
             node.exchange._step_seconds = 1.0
             await trio.sleep(offset)
             while True:
-                node.due()
+                node.due(steps=EVERY)
                 await trio.sleep(EVERY)
 
         for number, node in enumerate(nodes):
@@ -378,7 +383,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.flat:
-        product.Exchange._seconds_until_welcome = (  # type: ignore[method-assign]
+        product.Exchange._peer_wait = (  # type: ignore[method-assign]
             lambda self, peer, now: (
                 self._known(peer).swapped_at + product.PEER_SHARE * self._gap - now
             )

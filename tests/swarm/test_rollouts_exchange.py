@@ -125,7 +125,7 @@ async def test_three_nodes_share_groups_by_waiting_polls(kind, tmp_path):
             assert all(sum(group.rewards) >= 2 for group in drawn.groups)
             pulling = exchange.statistics().pulling
             assert not set(pulling.listings) - {"ok", "unsupported"}
-            assert pulling.claims.lies == {}
+            assert pulling.claims.faults == {}
 
 
 @both

@@ -81,7 +81,7 @@ async def test_swap_uses_the_trainer_socket_five_times(tmp_path):
             node.to_trainer.clear()
             node.from_trainer.clear()
         # which `due` delivers by itself
-        a.from_trainer.append(local.OuterStepDue(0, 0, 0.01))
+        a.from_trainer.append(local.OuterStepDue(0, 0, 0, 0.01))
         a.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         crossed = [

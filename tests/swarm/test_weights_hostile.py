@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import trio
 
-from swarmnode.averaging import codecs, probe
+from swarmnode.averaging import codecs, gate
 from swarmnode.demo.liar.weights import PAYLOAD_ATTACKS, PROTOCOL_ATTACKS, WeightLiar
 from swarmnode.p2p import identity
 from swarmnode.policy.ways import Row
@@ -55,7 +55,7 @@ BLAMELESS = {"other_size", "not_offered", "silent", "denies", "no_answer", "flip
 def quick(monkeypatch):
     monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (2.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
-    monkeypatch.setattr(probe, "LEAST_PROBE", 1)
+    monkeypatch.setattr(gate, "LEAST_PROBE", 1)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from swarmnode.tasks import builtin, dataset, own
+from swarmnode.tasks.client import prepare
 from swarmnode.tasks.episodes import EpisodeTask, Player
 from swarmnode.tasks.frames import (
     CompletionText,
@@ -17,10 +18,8 @@ from swarmnode.tasks.frames import (
     TaskUnknown,
 )
 from swarmnode.tasks.games import GameTask
-from swarmnode.tasks.gym import GymTask
-from swarmnode.tasks.questions import prepare
 from swarmnode.tasks.registry import TASKS, TaskSpec
-from swarmnode.tasks.scorer import judge
+from swarmnode.tasks.scorer import GymTask, judge
 from swarmnode.wire.messages import TaskRef
 
 Items = Callable[[int, int], builtin.Item]
@@ -28,7 +27,7 @@ Items = Callable[[int, int], builtin.Item]
 
 
 class InProcessScorer:
-    """Implements `score_many` of `tasks.async_client.AsyncScorer` for every task of the allow-list
+    """Implements `score_many` of `tasks.client.AsyncScorer` for every task of the allow-list
     and all installed tasks.
 
     Args:

@@ -20,7 +20,7 @@ import trio
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.local import TensorHash
 
 SKILLS = 8
 LAYOUT = make_layout([("skill", (SKILLS,), "float32")])
@@ -82,11 +82,11 @@ class Averaging:
         """Return True while the network process has unfinished work."""
         return bool(self._inbox) or self._judging is not None
 
-    def due(self, step_seconds: float) -> None:
-        """Request an outer step, unless one is pending."""
+    def due(self, step: int, step_seconds: float) -> None:
+        """Request an outer step after training step `step`, unless one is pending."""
         if not self._due:
             self._due = True
-            self._send(local.OuterStepDue(0, self.outer_step, step_seconds))
+            self._send(local.OuterStepDue(0, self.outer_step, step, step_seconds))
 
     def receive(self, message: local.ToTrainer) -> bool:
         """Accept a message of the network process. As on the link, it is handled later."""

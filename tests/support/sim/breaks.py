@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from swarmnode.rollouts import admission
-from swarmnode.rollouts.pace import Throughput
+from swarmnode.rollouts import admission, exchange
 from swarmnode.weights.exchange import Exchange
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),
-    "deadline": (Throughput, "deadline", mock.Mock(return_value=math.inf)),
+    "deadline": (exchange, "fetch_deadline", mock.Mock(return_value=math.inf)),
     "commit": (Exchange, "exchange_ended", mock.Mock()),
 }
 

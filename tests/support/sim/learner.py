@@ -128,7 +128,7 @@ class Learner:
             await self.step()
             self.memory.outer_step = self.averaging.outer_step
             if self.memory.version % self._pace.sync_every == 0:
-                self.averaging.due(self._pace.step_seconds)
+                self.averaging.due(self.memory.version, self._pace.step_seconds)
             if trio.current_time() - saved >= self._pace.save_seconds:
                 save(self.memory.copy())
                 saved = trio.current_time()

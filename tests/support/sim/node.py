@@ -147,7 +147,7 @@ class Node:
             SharingConfig(),
             clock=self.clock,
             rng=own(),
-            budget=meter,
+            allows=meter.allows,
         )
         crew = StageService(
             network,

@@ -1,5 +1,5 @@
-"""Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise
-BadMessage with a known reason."""
+"""Payloads: errors and sizes of the codecs. Hostile bytes only raise BadMessage with a known
+reason."""
 
 import math
 import random
@@ -87,8 +87,7 @@ def with_tensor(payload, index=0, **changes):
 
 
 def with_body(payload, index, body):
-    """The payload with another body, its header made to fit: what a liar who can compute would
-    send."""
+    """The payload with another body and a header that fits, as a skilled attacker sends it."""
     header = header_of(payload)
     start = 4 + int.from_bytes(payload[:4], "big")
     bodies = []
@@ -132,7 +131,7 @@ def test_bfloat16_rounds_to_nearest():
     assert all(torch.equal(got[n], t.to(torch.bfloat16).float()) for n, t in sent.items())
 
 
-def test_int8_errs_by_a_254th_of_the_largest_difference_in_a_block():
+def test_int8_error_is_bounded():
     anchor = make_anchor(tensors(1, scale=100.0))
     sent = {n: t + 0.01 * tensors(2)[n] for n, t in anchor.tensors.items()}
     got = decode(encode(sent, LAYOUT, "int8", anchor=anchor), LAYOUT, "int8", anchor=anchor)
@@ -144,7 +143,7 @@ def test_int8_errs_by_a_254th_of_the_largest_difference_in_a_block():
     assert (sent["w"] - anchor.tensors["w"]).abs().max() < 100 * 3 / 254
 
 
-def test_int4_errs_by_a_14th_of_the_largest_difference_in_a_small_block():
+def test_int4_error_is_bounded():
     anchor = make_anchor(tensors(1, scale=100.0))
     sent = {n: t + 0.01 * tensors(2)[n] for n, t in anchor.tensors.items()}
     got = decode(encode(sent, LAYOUT, "int4", anchor=anchor), LAYOUT, "int4", anchor=anchor)
@@ -179,7 +178,7 @@ def test_a_payload_costs_what_its_codec_says(codec, per_element):
     assert len(payload) <= payload_limit(layout, codec) <= payload_limit(layout)
 
 
-def test_no_codec_of_a_tiny_tensor_is_longer_than_what_may_be_received():
+def test_payload_of_a_tiny_tensor_fits_the_limit():
     anchor = make_anchor(tensors(1))
     longest = max(len(encode(tensors(), LAYOUT, codec, anchor=anchor)) for codec in CODECS)
     assert longest <= payload_limit(LAYOUT)
@@ -192,7 +191,7 @@ def test_a_quantised_payload_needs_an_anchor(codec):
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("float32", 24), ("bfloat16", 8)])
-def test_a_float_of_the_difference_errs_by_a_share_of_the_difference(codec, bits):
+def test_bfloat16_error_is_relative_to_the_difference(codec, bits):
     anchor = make_anchor(tensors(1))
     sent = {n: t + 1e-3 * tensors(2)[n] for n, t in anchor.tensors.items()}
     got = decode(encode(sent, LAYOUT, codec, anchor=anchor), LAYOUT, anchor=anchor)
@@ -203,8 +202,8 @@ def test_a_float_of_the_difference_errs_by_a_share_of_the_difference(codec, bits
 
 
 def wandered(outer_steps, seed=0):
-    """Base weights, weights after so many outer steps that have little to do with each other, and
-    the norm of the last one."""
+    """Base weights, weights after `steps` nearly independent outer steps, and the norm of the last
+    one."""
     rng = torch.Generator().manual_seed(seed)
     base = {"w": torch.randn(64, 1024, generator=rng)}
     steps = 1e-3 * torch.randn(outer_steps, 64, 1024, generator=rng)
@@ -217,7 +216,7 @@ WIDE = make_layout([("w", (64, 1024), "float32")])
 @pytest.mark.parametrize(
     ("outer_steps", "int4", "int8"), [(1, 0.11, 0.007), (50, 0.76, 0.05), (200, 1.52, 0.10)]
 )
-def test_the_error_of_an_interval_grows_with_the_distance_from_the_base(outer_steps, int4, int8):
+def test_error_grows_with_distance_from_the_base(outer_steps, int4, int8):
     anchor, sent, change = wandered(outer_steps)
     for codec, expected in (("int4", int4), ("int8", int8)):
         got = decode(encode(sent, WIDE, codec, anchor=anchor), WIDE, anchor=anchor)
@@ -374,7 +373,7 @@ def test_parsing_copies_nothing():
 # ---- layouts and messages ------------------------------------------------------------------------
 
 
-def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
+def test_layout_is_sorted_and_checked():
     assert [s.name for s in LAYOUT] == ["a.bias", "scalar", "w"]
     assert elements(LAYOUT) == 608
     for bad in ([("a", (1,), "float32")] * 2, [("a", (0, 3), "float32")]):
@@ -445,7 +444,7 @@ def test_a_state_in_pieces_is_the_payload(codec):
     assert b"".join(encoded(some, LAYOUT, codec)) == encode(some, LAYOUT, codec)
 
 
-def test_writing_a_state_takes_the_memory_of_a_tensor_and_not_of_the_state(tmp_path):
+def test_writing_a_state_needs_memory_of_one_tensor(tmp_path):
     """Bytes of Python and numpy at the peak, for few and for many tensors of a quarter of a million
     values."""
     files = PayloadFiles(tmp_path)

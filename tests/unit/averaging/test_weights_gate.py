@@ -1,5 +1,4 @@
-"""The gate: what is refused and why, and that nothing that passes moves a weight further than the
-bound."""
+"""The gate: refusals by reason, and the bound on the change by accepted weights."""
 
 import math
 import random
@@ -7,9 +6,17 @@ import random
 import pytest
 import torch
 
-from swarmnode.averaging.gate import EPSILON, FAR, FIRST, AveragingGate, Losses, norm, threshold
+from swarmnode.averaging.gate import (
+    EPSILON,
+    FAR,
+    FIRST,
+    AveragingGate,
+    Losses,
+    RevertMonitor,
+    norm,
+    threshold,
+)
 from swarmnode.weights.local import ADOPTIONS, OUTCOMES
-from swarmnode.weights.revert_monitor import RevertMonitor
 from tests.support.outer_rules import judge
 
 W = 0.5
@@ -140,7 +147,7 @@ def test_a_patient_attacker_cannot_raise_its_own_threshold():
     assert tau_of(gate, mine, norm(mine), 0.0) <= 1.01 * tau
 
 
-def test_even_as_half_of_the_partners_it_raises_the_threshold_slowly():
+def test_attacker_raises_the_threshold_slowly():
     mine = weights()
     gate = trained_gate(mine, 0.1)
     for i in range(4):
@@ -148,7 +155,7 @@ def test_even_as_half_of_the_partners_it_raises_the_threshold_slowly():
     assert tau_of(gate, mine, norm(mine), 0.0) <= 2 * 0.2
 
 
-def test_before_anything_was_accepted_our_own_progress_is_the_measure():
+def test_own_progress_sets_the_first_threshold():
     mine = weights()
     judged = judge(AveragingGate(), "p", mine, near(mine, 5.0), moved=0.5)
     assert judged.outcome == "clipped"
@@ -171,7 +178,7 @@ def test_an_untrained_adapter_neither_moves_nor_blames():
     assert torch.equal(judged.mean["b"], mine["b"])
 
 
-def test_equal_replicas_do_not_call_the_first_learner_an_attacker():
+def test_equal_replicas_accept_the_first_learner():
     mine = weights()
     gate = AveragingGate()
     for i in range(10):
@@ -237,7 +244,7 @@ def test_the_probes_tolerance_is_a_share_of_the_entropy(entropy, epsilon):
     assert judged(0.99 * epsilon).ok
 
 
-def test_what_honest_exchanges_do_never_makes_a_certain_policy_tolerant():
+def test_tolerance_of_a_certain_policy_stays_small():
     mine, gate = weights(), AveragingGate()
     for i in range(64):
         judge(
@@ -268,8 +275,8 @@ def broken(mine):
 
 
 def test_what_an_honest_node_can_cause_costs_no_standing():
-    """Weights that do not suit us can be honest ones: of a node with other questions, of one that
-    was cut off, of an unlucky evaluation."""
+    """Refused weights can be honest: of a node with other questions, of one that was disconnected,
+    or after an unlucky evaluation."""
     assert [
         OUTCOMES[outcome]
         for outcome in ("too_far", "probe", "reverted", "lagging", "lora_residual")
@@ -369,7 +376,7 @@ def test_a_fall_after_an_exchange_names_the_partner():
     assert not blamed  # held to the reward before the fall, which the revert has brought back
 
 
-def test_a_fall_within_the_noise_or_without_an_exchange_names_nobody():
+def test_fall_within_noise_reverts_nothing():
     noisy, calm = watched(0.5, 0.3, 0.6, 0.4, 0.55, 0.35), watched(0.5, 0.5, 0.5)
     assert not noisy.committed("p").observed(0.2)[1]
     assert not calm.observed(0.1)[1]

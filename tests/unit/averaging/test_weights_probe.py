@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import EPSILON, AveragingGate
-from swarmnode.averaging.probe import LEAST_PROBE, LossProbe, compare
+from swarmnode.averaging.gate import EPSILON, LEAST_PROBE, AveragingGate, LossProbe, compare
 from swarmnode.policy.micro import RowTooLarge
 from swarmnode.policy.ways import Row
 
@@ -38,7 +37,7 @@ def rows(*tokens, count=16):
 
 
 def drawn(seed=0):
-    """Completions of our own policy."""
+    """Completions of the own policy."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Row([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist())
@@ -47,7 +46,7 @@ def drawn(seed=0):
 
 
 def judged(probe, averaged):
-    """Losses, and what the gate makes of them."""
+    """Losses, and the gate's decision on them."""
     answers, mine = [], {"w": LOGITS.clone()}
     assert probe.measure(mine, {"w": averaged}, answers.append)
     gate = AveragingGate()
@@ -55,7 +54,7 @@ def judged(probe, averaged):
     return answers[0], gate.conclude(found, answers[0]).outcome
 
 
-def test_without_any_completion_of_our_own_there_is_no_judgement(probe):
+def test_probe_needs_own_completions(probe):
     probe.remember([], rows(count=LEAST_PROBE))  # none of which says anything
     probe.remember([], rows(1, count=LEAST_PROBE - 1))
     assert not probe.measure({"w": LOGITS}, {"w": LOGITS}, pytest.fail)
@@ -91,7 +90,7 @@ def test_enough_rewarded_completions_are_all_that_counts(probe):
 
 
 @pytest.mark.parametrize("rewarded", [True, False])
-def test_a_few_short_answers_are_judged_by_less_than_many_long_ones(rewarded):
+def test_tolerance_depends_on_the_probes_tokens(rewarded):
     """Honest averages change few tokens: over 40 tokens of 0.3 nats one may lose 2 nats."""
     few = compare([-0.3] * 40, [-2.3, *[-0.3] * 39], rewarded)
     many = compare([-0.3] * 16_000, [-0.35] * 16_000, rewarded)
@@ -106,11 +105,11 @@ def test_a_few_short_answers_are_judged_by_less_than_many_long_ones(rewarded):
 
 @pytest.mark.parametrize("after", [[-math.inf, -1.0], [math.nan, -1.0], [-80.0, -1.0]])
 @pytest.mark.parametrize("rewarded", [True, False])
-def test_what_is_not_finite_or_hardly_possible_is_never_within_a_tolerance(after, rewarded):
+def test_infinite_loss_is_never_tolerated(after, rewarded):
     assert not compare([-1.0, -1.0], after, rewarded).change <= 4 * EPSILON
 
 
-def test_completions_that_do_not_fit_into_memory_are_left_out(probe, monkeypatch):
+def test_probe_skips_rows_that_are_too_large(probe, monkeypatch):
     """They cost the judgement these completions, and not the trainer."""
     probe.remember([], [*drawn()[:8], *rows(*[1] * 60, count=2), *drawn()[8:14]])
     real = Scores.score

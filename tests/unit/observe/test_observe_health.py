@@ -15,7 +15,7 @@ from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.stages.crew import CrewStatistics
 from swarmnode.stages.service import StagesStatistics
-from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.tasks.child import ScorerStatistics
 from tests.support.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace

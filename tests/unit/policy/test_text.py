@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from swarmnode.policy.text import SAMPLE_TEXT, PolicyText
-from swarmnode.rollouts.admission import LONGER_THAN_OURS
+from swarmnode.rollouts.admission import LONGEST_FACTOR
 
 PROSE = (
     "To find how many red apples there are, we take the 24 apples that were bought and leave out"
@@ -38,6 +38,6 @@ def test_estimates_token_count_for_another_tokenizer(text):
     really = len(text.tokenize_completion(answer, "length"))
     estimated = len(answer.encode()) * text.tokens_per_text_byte
     assert really < 400
-    assert really / 2 < estimated < really * LONGER_THAN_OURS / 2, (
+    assert really / 2 < estimated < really * LONGEST_FACTOR / 2, (
         "an honest answer of our own length is never `too_long`"
     )

@@ -29,7 +29,7 @@ async def test_with_budget_everything_travels_through_it(line, autojump_clock):
     assert admitted(line) == [0, 2, 2]
 
 
-async def test_without_upload_it_takes_groups_and_gives_none(line, autojump_clock):
+async def test_node_without_upload_budget_fetches_groups(line, autojump_clock):
     line.budgets[1].refused = {"publish"}
     await share(line, 0, 0)
     assert admitted(line) == [0, 1, 0]
@@ -38,7 +38,7 @@ async def test_without_upload_it_takes_groups_and_gives_none(line, autojump_cloc
     assert "group" not in line.serving(1).served
 
 
-async def test_without_download_it_gives_its_own_groups_and_takes_none(line, autojump_clock):
+async def test_node_without_download_budget_serves_own_groups(line, autojump_clock):
     line.budgets[1].refused = {"fetch"}
     await trio.sleep(15)  # the poll that was under way
     await share(line, 0, 0)
@@ -46,7 +46,7 @@ async def test_without_download_it_gives_its_own_groups_and_takes_none(line, aut
     assert admitted(line) == [1, 0, 1]
 
 
-async def test_a_paused_node_neither_takes_nor_gives_and_continues_afterwards(line, autojump_clock):
+async def test_paused_node_resumes_after_the_pause(line, autojump_clock):
     line.budgets[1].refused = {"publish", "fetch"}
     await trio.sleep(15)
     await share(line, 0, 0)

@@ -16,8 +16,8 @@ PUBLISHED, WANTED = 2, 8
 
 
 class Liar(Holder):
-    """Lists, in each answer, as much as fits: groups of the highest spread, just made, each by an
-    author of its own.
+    """Lists as much as fits in each answer: new groups of the highest spread, each by an author of
+    its own.
 
     rng: source of randomness. gives: content id → body for a fetched group, None for `unknown`.
     """
@@ -46,8 +46,8 @@ class Liar(Holder):
 
 
 class Equal(Holder):
-    """Makes groups that teach nothing, all of whose rewards are equal, and lists them as the most
-    useful ones."""
+    """Makes groups with equal rewards, which teach nothing, and lists them with the highest
+    spread."""
 
     sequence = 0
 
@@ -105,7 +105,7 @@ MIXED += [hasty] * 2 + [malformed] * 2
     [MIXED, [silent] * 30, [withholding] * 30, [useless] * 30],
     ids=["mixed", "silent", "withholding", "useless"],
 )
-async def test_a_node_among_thirty_hostile_peers_gets_the_groups_that_it_wants(
+async def test_node_among_thirty_hostile_peers_gets_its_groups(
     nursery, autojump_clock, seed, kinds
 ):
     swarm, rng = PullSwarm(1, seed=seed), random.Random(seed)

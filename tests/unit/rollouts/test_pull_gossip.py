@@ -1,5 +1,5 @@
-"""Pull gossip on an in-memory network, in virtual time: what a node answers, what it fetches, and
-what a peer that lies, stays silent or takes too much can do to it."""
+"""Pull gossip on an in-memory network, in virtual time: answers, fetches, and peers that lie, stay
+silent or take too much."""
 
 import contextlib
 import itertools
@@ -12,8 +12,9 @@ import trio
 from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
-from swarmnode.rollouts.pull_gossip import ANSWER_SECONDS, POLLS_SERVED
+from swarmnode.rollouts.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
+from swarmnode.rollouts.shelf import POLLS_SERVED
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -40,9 +41,7 @@ async def pair(nursery):
 # -- polls: when they are answered, and with what
 
 
-async def test_a_waiting_poll_is_answered_within_a_second_of_a_publication(
-    lone, nursery, autojump_clock
-):
+async def test_publication_answers_a_held_poll_within_a_second(lone, nursery, autojump_clock):
     reader = Reader(lone.medium)
 
     async def publish():
@@ -61,7 +60,7 @@ async def test_a_waiting_poll_is_answered_within_a_second_of_a_publication(
     assert lone.serving(0).waiting == 0
 
 
-async def test_an_empty_poll_is_answered_at_the_end_of_its_patience(lone, autojump_clock):
+async def test_empty_poll_is_answered_after_its_patience(lone, autojump_clock):
     reader = Reader(lone.medium)
     for patience in (0, 1, 7, PATIENCE):
         began = trio.current_time()
@@ -69,7 +68,7 @@ async def test_an_empty_poll_is_answered_at_the_end_of_its_patience(lone, autoju
         assert trio.current_time() - began == pytest.approx(patience)
 
 
-async def test_news_of_others_wake_no_poll_and_come_with_the_next_answer(nursery, autojump_clock):
+async def test_groups_of_others_wake_no_held_poll(nursery, autojump_clock):
     swarm = await PullSwarm(2).start(nursery)
     reader = Reader(swarm.medium)
     swarm.medium.cut(swarm.peers[0], reader.peer)
@@ -91,7 +90,7 @@ async def test_news_of_others_wake_no_poll_and_come_with_the_next_answer(nursery
     assert trio.current_time() == began, "a poll that finds groups is answered at once"
 
 
-async def test_a_reader_is_not_listed_what_it_made_or_gave(nursery, autojump_clock):
+async def test_reader_is_not_listed_its_own_groups(nursery, autojump_clock):
     swarm = await PullSwarm(3).start(nursery)
     swarm.line()
     reader = Reader(swarm.medium)
@@ -110,9 +109,7 @@ async def test_a_reader_is_not_listed_what_it_made_or_gave(nursery, autojump_clo
         assert answer.position == 3, "its cursor moves on"
 
 
-async def test_waiting_polls_of_one_reader_are_answered_at_least_a_second_apart(
-    lone, nursery, autojump_clock
-):
+async def test_answers_to_one_reader_are_a_second_apart(lone, nursery, autojump_clock):
     reader, answered = Reader(lone.medium), []
 
     async def poll_again_and_again():
@@ -187,7 +184,7 @@ async def flood(reader, holder, count, nursery, refused):
 
 
 @pytest.mark.parametrize(("peers", "each"), [(1, 3000), (200, 20)])
-async def test_thousands_of_polls_are_refused_and_an_honest_one_is_answered(
+async def test_flood_of_polls_does_not_block_an_honest_one(
     lone, nursery, autojump_clock, peers, each
 ):
     """200 is the most connections that a node has with its default settings."""
@@ -239,7 +236,7 @@ async def test_a_peer_has_its_allowance_and_others_are_served(pair, autojump_clo
     assert pair.serving(0).served["busy"] >= statuses.count("busy") + 1
 
 
-async def test_fetches_of_what_is_not_there_and_malformed_ones_are_counted(lone, autojump_clock):
+async def test_unknown_and_malformed_fetches_are_counted(lone, autojump_clock):
     await lone.publish(0, *range(2))
     reader = Reader(lone.medium)
     contents = [listed.content for listed in (await reader.poll(lone.peers[0])).groups]
@@ -277,7 +274,7 @@ async def test_short_trainer_gets_new_groups_within_a_second(pair, autojump_cloc
 
 
 async def test_idle_trainer_gets_one_group_in_ten_seconds(pair, autojump_clock):
-    """It fetches what two first steps need, and then forwards."""
+    """It fetches the groups of the first two steps, and then forwards."""
     for sequence in range(4):
         await pair.publish(0, *range(8 * sequence, 8 * sequence + 8))
         await trio.sleep(5)
@@ -290,9 +287,7 @@ async def test_idle_trainer_gets_one_group_in_ten_seconds(pair, autojump_clock):
     assert 600 / FORWARD_SECONDS * 0.7 <= forwarded <= 600 / FORWARD_SECONDS + 1
 
 
-async def test_groups_cross_a_chain_of_five_of_which_the_middle_does_not_train(
-    nursery, autojump_clock
-):
+async def test_groups_cross_a_node_that_does_not_train(nursery, autojump_clock):
     swarm = await PullSwarm(5).start(nursery)
     swarm.line()
     for sequence in range(400):  # the middle has long had what its first steps want
@@ -307,9 +302,7 @@ async def test_groups_cross_a_chain_of_five_of_which_the_middle_does_not_train(
     assert newest > 380, "and they are new when they arrive"
 
 
-async def test_a_peer_that_answers_at_once_without_news_is_polled_once_a_second(
-    lone, autojump_clock
-):
+async def test_impatient_peer_is_polled_once_a_second(lone, autojump_clock):
     holder = Holder(lone.medium, patient=False)
     await holder.add(0)
     for step in range(6):
@@ -320,7 +313,7 @@ async def test_a_peer_that_answers_at_once_without_news_is_polled_once_a_second(
     assert min(gaps) >= 1.0 - 1e-9
 
 
-async def test_a_peer_that_answers_at_once_does_not_hold_up_others_groups(nursery, autojump_clock):
+async def test_impatient_peer_does_not_delay_others(nursery, autojump_clock):
     """A node that lacks no group for its next step waits a moment for the polls that it sent. That
     moment must pass although one peer answers at once and is polled again each second."""
     swarm = await PullSwarm(3).start(nursery)
@@ -354,7 +347,7 @@ async def test_a_node_over_its_budget_neither_fetches_nor_serves(nursery, autoju
     assert pair.admitted_of(1, 0) == 4
 
 
-async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pair, autojump_clock):
+async def test_fetch_is_busy_without_budget(pair, autojump_clock):
     """The groups stay on offer, and are fetched when there is budget again."""
     give = pair.exchanges[0]._gossip._server._give
 
@@ -374,7 +367,7 @@ async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pa
     pair.budgets[0].refused = set()
     await trio.sleep(7)
     assert pair.pulling(1).pulled == {"busy": 4, "ok": 4}
-    assert pair.pulling(1).claims.lies == {}, "busy is no lie"
+    assert pair.pulling(1).claims.faults == {}, "busy is no lie"
 
 
 # -- what can go wrong with a listing or a fetch
@@ -396,8 +389,8 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
         await liar.add(sequence, **claims)
         await honest.add(sequence)
     await trio.sleep(300)
-    assert lone.pulling(0).claims.lies == {lie: 4}
-    assert lone.pulling(0).claims.kept == 4
+    assert lone.pulling(0).claims.faults == {lie: 4}
+    assert lone.pulling(0).claims.confirmed == 4
     assert lone.admitted_of(0, honest.author) == lone.admitted_of(0, liar.author) == 4
     assert (lone.networks[0].score(liar.peer) < -25) is costs
     assert lone.networks[0].score(honest.peer) >= 0
@@ -413,7 +406,7 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
     ],
     ids=["unknown", "another group", "garbage", "cut"],
 )
-async def test_a_group_that_one_holder_cannot_give_is_fetched_from_another(
+async def test_missing_group_is_fetched_from_another_holder(
     lone, autojump_clock, body, outcome, lie
 ):
     liar, honest, author = Holder(lone.medium), Holder(lone.medium, seed=78), Author(SWARM, seed=79)
@@ -426,7 +419,7 @@ async def test_a_group_that_one_holder_cannot_give_is_fetched_from_another(
         await honest.add_frame(author.frame(author.group(sequence, EPOCH)))
     await trio.sleep(60)
     assert lone.pulling(0).pulled == {outcome: 4, "ok": 4}
-    assert lone.pulling(0).claims.lies == {lie: 4}
+    assert lone.pulling(0).claims.faults == {lie: 4}
     assert lone.admitted_of(0, author) == 4
     assert (lone.networks[0].score(liar.peer) < 0) is (lie == "content")
     assert lone.networks[0].score(honest.peer) >= 0
@@ -434,9 +427,7 @@ async def test_a_group_that_one_holder_cannot_give_is_fetched_from_another(
 
 
 @pytest.mark.parametrize("silent", ["timeout", "failed", "malformed", "short"])
-async def test_a_fetch_without_an_answer_is_repeated_at_another_holder(
-    nursery, autojump_clock, silent
-):
+async def test_unanswered_fetch_is_retried_at_another_holder(nursery, autojump_clock, silent):
     """The liar lists first and is asked first; an honest holder lists the same groups while that
     fetch is under way, and others, which are fetched meanwhile."""
     swarm = PullSwarm(1)
@@ -468,14 +459,12 @@ async def test_a_fetch_without_an_answer_is_repeated_at_another_holder(
     assert swarm.admitted_of(0, author) == 4
     outcome = "malformed" if silent == "short" else silent
     assert swarm.pulling(0).pulled == {outcome: 4, "ok": 8}
-    assert swarm.pulling(0).claims.lies == {"slow": 1}
+    assert swarm.pulling(0).claims.faults == {"slow": 1}
     assert (swarm.networks[0].score(liar.peer) < 0) is (silent in ("malformed", "short"))
     assert swarm.networks[0].score(honest.peer) >= 0
 
 
-async def test_a_lone_holder_that_failed_once_is_asked_again_a_minute_later(
-    nursery, autojump_clock
-):
+async def test_failed_lone_holder_is_retried_after_a_minute(nursery, autojump_clock):
     """The poll that was under way during the failure is answered without news meanwhile."""
     swarm = PullSwarm(1)
     holder = Holder(swarm.medium)
@@ -492,7 +481,7 @@ async def test_a_lone_holder_that_failed_once_is_asked_again_a_minute_later(
     assert swarm.admitted_of(0, holder.author) == 4
 
 
-async def test_nothing_is_lost_where_a_listing_or_a_fetch_breaks_at_any_byte(autojump_clock):
+async def test_broken_transfer_loses_no_group(autojump_clock):
     """The first answer of a lone holder ends after `at` bytes; a minute later it answers whole."""
 
     async def break_at(protocol, at):
@@ -545,9 +534,7 @@ async def test_nothing_is_lost_where_a_listing_or_a_fetch_breaks_at_any_byte(aut
     ],
     ids=["other swarm", "busy", "garbage", "too long", "reset", "silent"],
 )
-async def test_each_end_of_a_poll_is_counted_and_others_groups_come(
-    nursery, autojump_clock, answer, outcome, costs
-):
+async def test_every_poll_outcome_is_counted(nursery, autojump_clock, answer, outcome, costs):
     swarm = await PullSwarm(2).start(nursery)
     holder = Holder(swarm.medium)
 
@@ -578,12 +565,12 @@ async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
     await trio.sleep(PATIENCE + ANSWER_SECONDS)
     assert swarm.pulling(1).listings["timeout"] == 1
     assert swarm.pulling(1).pulled["timeout"] == 1
-    assert swarm.pulling(1).claims.lies == {"slow": 2}
+    assert swarm.pulling(1).claims.faults == {"slow": 2}
     await trio.sleep(FAILED_SECONDS + PATIENCE + ANSWER_SECONDS)
     assert swarm.pulling(1).listings["timeout"] == 2, "polled again after a minute"
 
 
-async def test_a_holder_that_trickles_within_its_deadline_is_believed_less(lone, autojump_clock):
+async def test_slow_holder_loses_belief(lone, autojump_clock):
     slow, give = Holder(lone.medium), Holder.give
 
     async def trickle(peer, data):
@@ -595,13 +582,11 @@ async def test_a_holder_that_trickles_within_its_deadline_is_believed_less(lone,
         await slow.add(sequence)
     await trio.sleep(20)
     assert lone.pulling(0).pulled == {"ok": 3}
-    assert lone.pulling(0).claims.lies == {"slow": 1}
+    assert lone.pulling(0).claims.faults == {"slow": 1}
 
 
 @pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
-async def test_a_hostile_group_is_refused_for_its_reason_and_others_are_fetched(
-    lone, autojump_clock, name
-):
+async def test_hostile_group_is_refused_by_reason(lone, autojump_clock, name):
     liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)
     frame, reason = hostile_frames(liar.author, EPOCH)[name]
     await liar.add(50)
@@ -618,7 +603,7 @@ async def test_a_hostile_group_is_refused_for_its_reason_and_others_are_fetched(
         assert lone.pulling(0).pulled == {"refused": 1, "ok": 4}
 
 
-async def test_a_forged_group_costs_its_author_and_the_peer_that_listed_it(lone, autojump_clock):
+async def test_forged_group_costs_author_and_holder(lone, autojump_clock):
     forger, holder = Author(SWARM, seed=76), Holder(lone.medium)
     group = forger.group(0, clock())
     forged = msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20))
@@ -627,7 +612,7 @@ async def test_a_forged_group_costs_its_author_and_the_peer_that_listed_it(lone,
     assert lone.outcomes(0) == {"seed": 1}
     assert lone.networks[0].score(forger.peer) < 0
     assert lone.networks[0].score(holder.peer) < 0
-    assert lone.pulling(0).claims.lies == {"content": 1}
+    assert lone.pulling(0).claims.faults == {"content": 1}
 
 
 async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
@@ -662,9 +647,7 @@ async def test_a_liar_is_not_asked_any_more(lone, autojump_clock):
     assert len(liar.polled_at) == polled
 
 
-async def test_listings_without_end_or_with_a_cursor_that_goes_back_are_counted(
-    nursery, autojump_clock
-):
+async def test_bad_cursors_are_counted(nursery, autojump_clock):
     swarm = await PullSwarm(2).start(nursery)
     endless, back = Holder(swarm.medium), Holder(swarm.medium, 78)
     await endless.add(0)
@@ -687,7 +670,7 @@ async def test_listings_without_end_or_with_a_cursor_that_goes_back_are_counted(
     counts = swarm.pulling(1)
     assert counts.listings["malformed"] >= 1
     assert swarm.networks[1].score(endless.peer) < 0
-    assert counts.claims.lies["cursor"] >= 10
+    assert counts.claims.faults["cursor"] >= 10
     assert swarm.admitted_of(1, back.author) == 1, "the first answer was honest"
     assert swarm.networks[1].score(back.peer) >= 0, "a peer may have lost its shelf"
     assert swarm.admitted_of(1, 0) == 4
@@ -708,23 +691,21 @@ async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
         await again.add(sequence)
     await trio.sleep(5)
     assert swarm.admitted_of(0, holder.author) == 7
-    assert swarm.pulling(0).claims.lies.keys() <= {"slow"}
+    assert swarm.pulling(0).claims.faults.keys() <= {"slow"}
 
 
-async def test_a_peer_that_does_not_list_is_polled_ever_more_rarely(pair, autojump_clock):
+async def test_peer_without_listings_is_polled_less_often(pair, autojump_clock):
     pair.medium.join(Author(SWARM, seed=99).peer)
     await pair.publish(0, *range(2))
     await trio.sleep(2000)
     assert 8 <= pair.pulling(1).listings["unsupported"] <= 13
-    assert pair.pulling(1).claims.lies == {}
+    assert pair.pulling(1).claims.faults == {}
     await trio.sleep(10 * REFUSED_SECONDS)
     assert pair.pulling(1).listings["unsupported"] <= 24
     assert pair.pulling(1).pulled["ok"] == 2
 
 
-async def test_a_peer_that_starts_to_list_after_it_connected_is_polled_soon(
-    nursery, autojump_clock
-):
+async def test_late_lister_is_polled_soon(nursery, autojump_clock):
     swarm = await PullSwarm(2).start(nursery, 1)
     await trio.sleep(8)
     assert swarm.pulling(1).listings["unsupported"] >= 2
@@ -734,7 +715,7 @@ async def test_a_peer_that_starts_to_list_after_it_connected_is_polled_soon(
     assert swarm.admitted_of(1, 0) == 1
 
 
-async def test_a_peer_that_is_not_connected_any_more_is_not_fetched_from(pair, autojump_clock):
+async def test_disconnected_peer_is_not_fetched_from(pair, autojump_clock):
     holder = Holder(pair.medium)
     held = trio.Event()
 

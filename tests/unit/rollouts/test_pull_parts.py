@@ -5,10 +5,8 @@ import random
 import msgspec
 import pytest
 
-from swarmnode.rollouts import claims, offers, puller, shelf
-from swarmnode.rollouts.claims import Claims
-from swarmnode.rollouts.offers import Offers
-from swarmnode.rollouts.puller import Puller, PullTimer
+from swarmnode.rollouts import puller, shelf
+from swarmnode.rollouts.puller import Claims, Offers, Puller, PullTimer
 from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
@@ -60,7 +58,7 @@ def test_listing_skips_groups_before_the_cursor():
 
 
 @pytest.mark.parametrize(("position", "life"), [(100, b"x" * 8), (101, LIFE), (2**63 - 1, LIFE)])
-def test_a_cursor_of_another_life_or_of_the_future_begins_anew(position, life):
+def test_invalid_cursor_counts_as_zero(position, life):
     assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.LISTED
 
 
@@ -69,7 +67,7 @@ def test_another_swarm_is_told_nothing():
     assert (answer.status, answer.groups) == ("unknown", [])
 
 
-def test_an_old_group_behind_a_newer_one_is_neither_listed_nor_given():
+def test_old_group_is_neither_listed_nor_served():
     kept = Shelf(OWN_KEY, SWARM, LIFE)
     kept.put(bytes(100), listed(0))
     kept.put(bytes(100), listed(1, age=shelf.LISTED_SECONDS + 1))
@@ -89,7 +87,7 @@ def test_a_shelf_is_bounded_by_groups_bytes_and_age():
 
 @pytest.mark.parametrize("names", [1, 10**6], ids=["one name", "a name for each group"])
 @pytest.mark.parametrize("others", [14, 256, 1000])
-def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
+def test_no_author_displaces_the_groups_of_others(others, names):
     kept, own, other = (
         Shelf(OWN_KEY, SWARM, LIFE),
         [listed(n, author="o") for n in range(8)],
@@ -153,7 +151,7 @@ def test_groups_are_given_until_a_mebibyte_is_full():
     ]
 
 
-def test_a_peer_that_only_takes_gets_a_quarter_of_the_allowance():
+def test_peer_without_groups_has_a_quarter_allowance():
     allowances, served = Allowances(), {"taker": 0, "member": 0}
     for now in [tenth / 10 for tenth in range(6000)]:
         for peer in served:
@@ -170,28 +168,28 @@ def test_a_peer_that_only_takes_gets_a_quarter_of_the_allowance():
 # -- claims
 
 
-def test_lies_cost_belief_and_kept_claims_give_it_back():
+def test_faults_cost_belief_and_true_listings_restore_it():
     believed = Claims()
-    assert believed.belief("new") == claims.NEWCOMER
-    for _ in range(claims.PROVING_GROUPS):
-        believed.keep("good")
+    assert believed.belief("new") == puller.NEW_HOLDER_BELIEF
+    for _ in range(puller.PROVING_GROUPS):
+        believed.confirm("good")
     assert believed.belief("good") == 1.0
-    believed.lie("good", "spread")
+    believed.fault("good", "spread")
     assert believed.belief("good") == 0.5
     for _ in range(8):
-        believed.keep("good")
+        believed.confirm("good")
     assert believed.belief("good") == 1.0
     for _ in range(1000):
-        believed.lie("liar", "content")
-    assert believed.credit("liar") == 0.5**claims.DEEPEST > 0
-    assert believed.statistics().lies == {"content": 1000, "spread": 1}
+        believed.fault("liar", "content")
+    assert believed.credit("liar") == 0.5**puller.MAX_HALVINGS > 0
+    assert believed.statistics().faults == {"content": 1000, "spread": 1}
 
 
 def test_holders_that_are_remembered_are_bounded():
     believed = Claims()
-    for number in range(2 * claims.MOST_HOLDERS):
-        believed.lie(str(number), "absent")
-    assert believed.statistics().holders == claims.MOST_HOLDERS
+    for number in range(2 * puller.MOST_HOLDERS):
+        believed.fault(str(number), "absent")
+    assert believed.statistics().holders == puller.MOST_HOLDERS
 
 
 # -- offers
@@ -229,7 +227,7 @@ def choose(
     )
 
 
-def test_the_same_group_under_many_holders_is_asked_for_once():
+def test_group_of_many_holders_is_requested_once():
     same = [listed(n, author=chr(ord("a") + n)) for n in range(8)]
     heard_ = heard(**{f"h{n}": same for n in range(20)})
     pulls = choose(heard_, 100)
@@ -247,7 +245,7 @@ def test_requests_are_bounded_in_groups_bytes_and_share():
     pulls = choose(
         heard(one=small, other=small[:4]),
         8,
-        belief=lambda peer: {"one": 1.0, "other": offers.BELIEVED}[peer],
+        belief=lambda peer: {"one": 1.0, "other": puller.NEW_HOLDER_BELIEF}[peer],
     )
     assert max(len(pull.groups) for pull in pulls) <= 4
 
@@ -259,9 +257,9 @@ def test_relaxed_fetches_use_few_holders():
     }
     belief = lambda peer: 0.25 if peer in ("h0", "h1") else 1.0
     for seed in range(20):
-        assert len(choose(heard(**offered), 12, seed, belief=belief)) > offers.FEW_HOLDERS
+        assert len(choose(heard(**offered), 12, seed, belief=belief)) > puller.FEW_HOLDERS
         few = choose(heard(**offered), 12, seed, belief=belief, few=True)
-        assert len(few) == offers.FEW_HOLDERS
+        assert len(few) == puller.FEW_HOLDERS
         assert sum(len(pull.groups) for pull in few) == 12  # and as many groups
     old = {
         holder: [listed(8 * n + each, author="a", age=600.0) for each in range(8)]
@@ -296,7 +294,7 @@ def test_ranks_by_spread_freshness_trust_and_novelty():
 
 @pytest.mark.parametrize("few", [False, True])
 def test_who_lists_more_is_not_asked_for_before_others(few):
-    """Fourteen groups of one author, and one of each of thirteen others."""
+    """Fourteen groups of one author, and one of each of thirteen more authors."""
     offered = {"ha": [listed(n, author="a") for n in range(14)]}
     offered |= {
         f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")
@@ -310,9 +308,9 @@ def test_who_lists_more_is_not_asked_for_before_others(few):
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_who_lists_under_many_names_is_asked_for_as_who_lists_under_one(few):
-    """Nobody knows anybody: fourteen authors of one holder, and thirteen holders each with a group
-    of its own."""
+def test_many_identities_gain_no_requests(few):
+    """All are unknown: fourteen authors of one holder, and thirteen holders each with a group of
+    its own."""
     liar = {"liar": [listed(n, author=chr(ord("A") + n)) for n in range(14)]}
     single = {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")}
     several = {
@@ -330,7 +328,7 @@ def test_who_lists_under_many_names_is_asked_for_as_who_lists_under_one(few):
         assert 0.2 < asked(liar | several, 12).count("liar") / (12 * 700) < 0.3, "three of twelve"
 
 
-def test_what_a_holder_made_goes_by_its_own_name_whatever_else_it_lists():
+def test_own_groups_of_a_holder_count_as_its_own():
     others = [listed(n, author=chr(ord("A") + n)) for n in range(14)]
     offered = {"h": [listed(99, author="h"), *others], "b": [listed(100, author="b")]}
     chosen = [
@@ -345,8 +343,8 @@ def test_what_a_holder_made_goes_by_its_own_name_whatever_else_it_lists():
 
 
 def test_who_lists_what_everybody_has_takes_nobody_elses_place():
-    """Two liars: one lists all that four honest neighbours have, the other what it has made under
-    many names."""
+    """Two liars: one lists the groups of four honest neighbours, the other its own under many
+    names."""
     honest = {
         f"h{name}": [listed(10 * n + i, author=f"{name}") for i in range(6)]
         for n, name in enumerate("pqrs")
@@ -402,7 +400,7 @@ def test_requests_a_group_once():
         ]
 
 
-def test_one_holder_alone_is_asked_for_all_that_nobody_knows():
+def test_lone_holder_serves_all_unknown_groups():
     (pull,) = choose(
         heard(h=[listed(n, author=chr(ord("a") + n)) for n in range(12)]),
         12,
@@ -415,7 +413,7 @@ def test_one_holder_alone_is_asked_for_all_that_nobody_knows():
     assert sum(len(pull.groups) for pull in pulls) == 6, "one author has half of a step"
 
 
-def test_the_best_of_an_author_is_as_welcome_whatever_else_it_lists():
+def test_more_listings_do_not_raise_an_authors_weight():
     old = [listed(n, author="a", age=600.0) for n in range(1, 14)]
     both = lambda: heard(ha=[listed(0, author="a"), *old], hb=[listed(99, author="b")])
     first = [choose(both(), 1, seed)[0].groups[0].content for seed in range(400)]
@@ -423,7 +421,7 @@ def test_the_best_of_an_author_is_as_welcome_whatever_else_it_lists():
     assert sum(content in {group.content for group in old} for content in first) < 10
 
 
-def test_a_liar_is_asked_as_rarely_as_it_is_believed():
+def test_holder_is_asked_in_proportion_to_belief():
     believed, groups = {"liar": 1 / 16, "honest": 1.0}, [listed(1, author="a")]
     asked = [
         choose(heard(liar=groups, honest=groups), 1, seed, belief=believed.__getitem__)[0].holder
@@ -482,10 +480,10 @@ def pulled_among_liars(share, lie, seed, steps=100):
             for _ in pull.groups:
                 asked += step >= steps // 2
                 if pull.holder in liars:
-                    believed.lie(pull.holder, lie)
+                    believed.fault(pull.holder, lie)
                     hostile += step >= steps // 2
                 else:
-                    believed.keep(pull.holder)
+                    believed.confirm(pull.holder)
                     got += 1
         honest.append(min(1.0, got / 6))
     return hostile / asked, sum(honest[steps // 2 :]) / (steps - steps // 2)
@@ -500,7 +498,7 @@ def test_honest_groups_fill_the_batch_among_liars(share, most, lie):
         assert filled > 0.95
 
 
-def test_a_group_that_is_being_fetched_stays_on_offer_at_other_holders():
+def test_fetched_group_stays_on_offer_elsewhere():
     same = [listed(1, author="a")]
     heard_ = heard(h=same, other=same)
     (pull,) = choose(heard_, 1)
@@ -540,10 +538,10 @@ def test_offers_are_bounded_and_end_with_the_connection():
         heard_.take(
             "h", listing(*(listed(64 * turn + n) for n in range(64)), position=64 * turn + 64), NOW
         )
-    assert len(heard_) == offers.MOST_OFFERED
+    assert len(heard_) == puller.MOST_OFFERED
     for number in range(200):
         heard_.take(str(number), listing(listed(number)), NOW)
-    assert len(heard_) == offers.MOST_HOLDERS
+    assert len(heard_) == puller.MOST_OFFERING
     heard_.keep(["199"])
     assert len(heard_) == 1
     assert heard_.cursor("198") == (b"", 0), "another connection begins with all groups"
@@ -564,7 +562,7 @@ def test_the_next_draw_is_predicted_from_the_steps_before():
     assert short.opens_at == pytest.approx(19 * 8 + 3), "five seconds before"
 
 
-def test_a_second_draw_of_one_step_does_not_count_as_a_step():
+def test_second_draw_of_a_step_is_no_step():
     timer = PullTimer()
     for step in range(20):
         assert timer.drew(step, 100.0 * step)
@@ -620,7 +618,7 @@ class World:
             self.now += puller.POLL_INTERVAL_SECONDS
 
 
-def test_a_node_fetches_for_two_steps_before_its_trainer_has_drawn():
+def test_node_fetches_two_steps_before_the_first_draw():
     world = World(["filler"])
     assert world.puller.urgent
     assert world.puller.wanted(0.0) == 2 * puller.FIRST_STEP
@@ -642,7 +640,7 @@ def test_a_group_without_advantages_does_not_meet_the_demand():
         world.now += 2.0
 
 
-def test_a_node_that_has_its_next_steps_fetches_one_group_in_ten_seconds():
+def test_sated_node_forwards_one_group_in_ten_seconds():
     world = World(["filler"])
     world.fill()
     world.now += puller.MOST_AHEAD_SECONDS
@@ -669,14 +667,14 @@ def test_fetches_shortly_before_the_next_draw():
     assert world.puller.wanted(2000.0) == 7
 
 
-def test_a_second_draw_does_not_shrink_what_a_step_needs():
+def test_second_draw_does_not_reduce_demand():
     world = World()
     world.puller.drew(6, 0, 1, 0.0)
     world.puller.drew(1, 0, 1, 5.0)
     assert world.puller.wanted(5.0) == 12
 
 
-def test_at_most_eight_peers_are_polled_and_each_again_after_a_second():
+def test_eight_peers_are_polled_each_once_a_second():
     world = World([str(n) for n in range(40)])
     polled = world.polls()
     assert len(set(polled)) == puller.MOST_POLLED == world.puller.polling
@@ -691,7 +689,7 @@ def test_at_most_eight_peers_are_polled_and_each_again_after_a_second():
     assert len(world.polls()) == puller.MOST_POLLED
 
 
-def test_no_further_peer_is_polled_where_there_is_plenty_on_offer():
+def test_plenty_on_offer_stops_further_polls():
     world = World([str(n) for n in range(10)])
     world.puller.drew(2, 0, 0, 0.0)
     polled = world.polls()
@@ -707,7 +705,7 @@ def test_no_further_peer_is_polled_where_there_is_plenty_on_offer():
 def test_peers_whose_listings_were_true_are_polled_most():
     world = World([str(n) for n in range(40)])
     for _ in range(8):
-        world.puller.claims.keep("7")
+        world.puller.claims.confirm("7")
     chosen = 0
     for _ in range(200):
         polled = world.polls()
@@ -731,7 +729,7 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
     given = answer and ListingResponse(answer, LIFE, 0, [])
     assert world.puller.polled("h", given, world.now, NOW)
-    assert world.puller.claims.statistics().lies == ({} if answer else {"slow": 1})
+    assert world.puller.claims.statistics().faults == ({} if answer else {"slow": 1})
     world.now += seconds - 0.1
     assert world.polls() == []
     assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
@@ -739,7 +737,7 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
 
 
-def test_a_peer_that_refuses_polls_is_polled_after_waits_that_double():
+def test_refused_polls_back_off():
     world, waits = World(["h"]), []
     for _ in range(12):
         began = world.now
@@ -748,7 +746,7 @@ def test_a_peer_that_refuses_polls_is_polled_after_waits_that_double():
         waits.append(world.now - began)
         world.puller.refused("h", world.now)
     assert waits == [0, *(2**n for n in range(10)), 600]
-    assert world.puller.claims.statistics().lies == {}
+    assert world.puller.claims.statistics().faults == {}
     world.now += 600.0
     world.polls()
     world.list("h")
@@ -764,7 +762,7 @@ def test_a_dishonest_cursor_costs_belief():
     world.polls()
     back = listing(position=0)
     assert not world.puller.polled("h", back, world.now, NOW)
-    assert world.puller.claims.statistics().lies == {"cursor": 1}
+    assert world.puller.claims.statistics().faults == {"cursor": 1}
 
 
 def test_a_busy_holder_keeps_its_offers_and_rests():
@@ -802,7 +800,7 @@ def test_failed_fetch_retries_other_holders_first():
     assert world.fetches()[0].groups == pull.groups
 
 
-def test_a_node_without_need_waits_once_for_its_polls_and_then_chooses():
+def test_unhurried_node_waits_for_its_polls_once():
     world = World(["filler", "silent"])
     world.puller.polled("silent", None, 0.0, NOW)
     world.fill()

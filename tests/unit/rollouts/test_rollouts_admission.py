@@ -49,7 +49,7 @@ def admitted(checks, candidate):
     return checks.check_scored(candidate, Scored("?", rewards_of(candidate.group)))
 
 
-def test_an_honest_group_becomes_a_candidate_and_then_an_external_group():
+def test_honest_group_becomes_an_external_group():
     checks = admission()
     candidate = checks.check(frame(), NOW)
     assert isinstance(candidate, Candidate)
@@ -71,12 +71,12 @@ def test_a_hostile_frame_is_rejected_for_its_reason(name):
     assert isinstance(checks.check(frame(100), NOW), Candidate)
 
 
-def test_every_reason_has_a_verdict_and_none_of_them_accepts():
+def test_every_reason_has_a_verdict():
     assert set(REASONS.values()) == {Verdict.IGNORE, Verdict.REJECT}
     assert set(codec.DECODE_REASONS) | {"signature"} <= set(REASONS)
 
 
-def test_the_author_is_named_only_when_its_signature_proves_it():
+def test_author_is_named_only_with_a_valid_signature():
     checks = admission()
     assert checks.check(HOSTILE["wrong signature"][0], NOW).peer is None
     assert checks.check(HOSTILE["forged seed"][0], NOW).peer == AUTHOR.peer
@@ -94,14 +94,14 @@ def test_the_same_frame_twice_is_a_duplicate():
     assert reason(checks.check(frame(), NOW + 60)) == "duplicate"
 
 
-def test_a_sequence_number_is_taken_once_even_in_another_frame():
+def test_sequence_number_is_accepted_once():
     checks = admission()
     checks.check(frame(), NOW)
     assert reason(checks.check(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
 
 
 def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 8)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
     assert isinstance(checks.check(frame(), NOW), Candidate)
@@ -114,9 +114,9 @@ def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
     assert checks.statistics().seen <= 32 + 1
 
 
-def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 4)
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 1)
+def test_candidate_is_never_admitted_twice(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 4)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 1)
     checks, frames = (
         admission(),
         [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)],
@@ -147,14 +147,14 @@ def test_a_sequence_far_behind_the_newest_is_late():
     assert reason(checks.check(frame(5000 - 4096), NOW)) == "stale"
 
 
-def test_an_author_that_starts_over_is_heard_again_after_a_groups_lifetime():
+def test_restarted_author_is_accepted_after_a_group_lifetime():
     checks = admission()
     checks.check(frame(5000), NOW)
     later = NOW + limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS + 1
     assert isinstance(checks.check(frame(0, created=later), later), Candidate)
 
 
-def test_a_storm_is_cut_to_the_rate_and_does_not_touch_others():
+def test_flood_is_cut_to_the_authors_rate():
     checks = admission(groups_per_second=2.0)
     taken = sum(isinstance(checks.check(frame(n), NOW), Candidate) for n in range(100))
     assert taken == 8  # a burst of four seconds
@@ -193,7 +193,7 @@ def test_versions_are_compared_per_sender():
     )
 
 
-def test_a_sender_whose_trainer_went_back_is_believed_again_after_a_while():
+def test_restored_trainer_is_accepted_after_a_while():
     checks = admission()
     checks.check(frame(0, policy_version=1000), NOW)
     assert isinstance(
@@ -270,8 +270,8 @@ def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
 
 
 def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 16)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 16)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
     for n in range(64):
@@ -284,7 +284,7 @@ def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
     assert (stats.signers, stats.seen) == (8 + 8, 16 + 32)
 
 
-def test_a_defect_of_ours_costs_the_frame_and_is_counted():
+def test_internal_error_costs_one_group():
     def broken(peer):
         raise RuntimeError("our bug")
 

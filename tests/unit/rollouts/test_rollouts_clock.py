@@ -1,5 +1,5 @@
-"""A node whose clock is off by more than the window: its groups and everybody's to it are not used,
-and nobody is blamed for it."""
+"""A node whose clock is off by more than the window: its groups are not used, it uses none, and no
+peer loses reputation."""
 
 import pytest
 import trio
@@ -33,7 +33,7 @@ async def test_wrong_clock_costs_groups_but_no_reputation(
 
 
 def outcome(swarm, number):
-    """Return what became of the one group on offer at node `number`."""
+    """Return the outcome of the one group on offer at node `number`."""
     outcomes = swarm.outcomes(number)
     (found,) = (reason for reason in ("admitted", "stale", "future") if outcomes.get(reason))
     return found

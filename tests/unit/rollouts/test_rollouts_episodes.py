@@ -1,5 +1,5 @@
-"""Episodes between nodes, in virtual time: what travels, what a replay finds out, and what a forged
-one costs."""
+"""Episodes between nodes, in virtual time: their messages, their replay, and the cost of a forged
+one."""
 
 import logging
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, completion, episode, swarm_of
 from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.rollouts import groups
+from swarmnode.rollouts.admission import SCORER_ACTIONS, CandidateQueue
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.rollouts.scoring import SCORER_ACTIONS, CandidateQueue
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn
 from tests.support.fakes.scorer import InProcessScorer
@@ -76,11 +76,10 @@ async def settle():
 
 
 @given(st.lists(st.text(CHARACTERS, max_size=6), min_size=1, max_size=limits.TURNS))
-def test_actions_tokens_and_logprobs_are_cut_where_they_were_joined(texts):
+def test_joined_turns_are_split_again(texts):
     made = episode(texts)
     assert groups.actions(made) == texts
     assert groups.turn_ids(made) == [[ord(c) for c in text] or [0] for text in texts]
-    assert [len(each) for each in groups.turn_logprobs(made)] == [max(1, len(t)) for t in texts]
     assert groups.played_actions(msgspec.structs.replace(made, finish="length")) == texts[:-1]
     bare = msgspec.structs.replace(made, token_ids=b"", logprobs=b"")
     assert groups.turn_ids(bare) == [[] for _ in texts]
@@ -104,7 +103,7 @@ async def test_an_episode_travels_as_its_actions(swarm, autojump_clock):
     assert [len(texts) for texts in group.observations] == [2, 3, TURNS, 1]
     assert group.observations[0][-1] == "right"
     assert group.observations[1][-1] == "you give up"
-    assert swarm.pulling(1).claims.kept == 1
+    assert swarm.pulling(1).claims.confirmed == 1
 
 
 async def test_a_cut_action_is_not_given_to_the_environment(swarm, autojump_clock):
@@ -144,7 +143,7 @@ async def test_a_forged_episode_is_refused_for_its_reason(swarm, name, autojump_
 
 
 async def claim(holder, listed, frame):
-    """A true line of a listing for a frame that nobody can decode."""
+    """A true entry of a listing for a frame that cannot be decoded."""
     return msgspec.structs.replace(
         listed, content=envelope.content_id(frame), size=len(frame), created_at=int(clock() * 1000)
     )
@@ -159,7 +158,7 @@ async def test_rewards_and_observations_are_those_of_the_replay(swarm, autojump_
     await settle()
     (group,) = swarm.draw(0)
     assert group.rewards == [1.0, 0.25, 0.0, 1.0]
-    assert swarm.pulling(0).claims.lies == {"spread": 1}
+    assert swarm.pulling(0).claims.faults == {"spread": 1}
 
 
 async def test_a_shouting_environment_is_bounded(swarm, autojump_clock):
@@ -188,7 +187,7 @@ async def test_the_log_names_task_and_versions_once(swarm, autojump_clock, caplo
     (line,) = [r.getMessage() for r in caplog.records if "its_version=0.9.9" in r.getMessage()]
     assert f"task={swarm.authors[0].tasks[0]}" in line
     assert swarm.outcomes(0)["trajectory"] == 2
-    assert swarm.pulling(0).claims.lies == {"trajectory": 2}
+    assert swarm.pulling(0).claims.faults == {"trajectory": 2}
 
 
 @pytest.mark.parametrize("texts", [None, [["1"], ["2"]]])
@@ -203,7 +202,7 @@ async def test_own_groups_have_turns_where_their_task_has(game, nursery, texts, 
     assert swarm.exchanges[0].publish(own) == "invalid"
 
 
-def test_a_batch_for_the_scorer_has_a_bounded_number_of_actions():
+def test_scorer_batch_has_bounded_actions():
     turns, whole, queue = (
         [Turn(0, 1)] * (SCORER_ACTIONS // 8),
         external_group("a", 0).group,

@@ -1,5 +1,4 @@
-"""The rollout service of a node, in virtual time: what it publishes, and what becomes of the groups
-that it fetches."""
+"""The rollout service of a node, in virtual time: publishing, and the outcome of fetched groups."""
 
 import random
 from collections import Counter
@@ -115,11 +114,9 @@ def incompressible(author, sequence):
     return msgspec.structs.replace(own, completions=long, rewards=[1.0] + 15 * [0.0])
 
 
-async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(
-    nursery, autojump_clock
-):
-    """A request has 1 MiB, two of these groups. A newcomer may take that much at once, and a group
-    in eight seconds; it is told `busy` in between."""
+async def test_new_node_receives_a_step_of_long_groups(nursery, autojump_clock):
+    """A request has 1 MiB, two of these groups. A new node may take that much at once, and one
+    group in eight seconds; in between the answer is `busy`."""
     swarm = await PullSwarm(2).start(nursery)
     for sequence in range(8):
         own = incompressible(swarm.authors[0], sequence)
@@ -128,7 +125,7 @@ async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(
     assert swarm.serving(0).shelf.bytes > 8 * 470_000
     assert swarm.outcomes(1)["admitted"] == 8
     assert swarm.pulling(1).pulled["ok"] == 8
-    assert swarm.pulling(1).claims.lies == {}
+    assert swarm.pulling(1).claims.faults == {}
     assert 0 < swarm.serving(0).served["busy"] < 64
 
 
@@ -143,9 +140,7 @@ async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
     assert swarm.networks[1].score(swarm.peers[0]) == 0
 
 
-async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(
-    nursery, autojump_clock
-):
+async def test_author_of_failing_groups_is_excluded(nursery, autojump_clock):
     swarm = await PullSwarm(1).start(nursery)
     holder, liar, honest = Holder(swarm.medium), Author(SWARM, seed=78), Author(SWARM, seed=79)
 
@@ -219,7 +214,7 @@ async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
     )
 
 
-async def test_a_group_too_long_for_a_frame_goes_without_token_ids_or_stays(swarm, autojump_clock):
+async def test_long_group_is_published_without_token_ids(swarm, autojump_clock):
     own = msgspec.structs.replace(
         swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0]
     )
@@ -258,7 +253,7 @@ async def test_with_sharing_off_nothing_goes_out_or_comes_in(nursery, autojump_c
     assert swarm.exchanges[1].draw(Draw(1, 4, 0, 2)).groups == []
 
 
-async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm, autojump_clock):
+async def test_token_ids_of_another_tokenizer_are_dropped(swarm, autojump_clock):
     swarm.exchanges[1].set_policy(policy(tokenizer=b"o" * 32))
     swarm.exchanges[0].publish(swarm.authors[0].own_group(0))
     await settle()
@@ -269,8 +264,8 @@ async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm,
 
 
 async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump_clock):
-    """Our own policy may be the one that moved: honest nodes must not end up greylisting each other
-    for learning."""
+    """This node's policy may be the one that moved: honest nodes must not greylist each other for
+    learning."""
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))

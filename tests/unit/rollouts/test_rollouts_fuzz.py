@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import SEEN_FRAMES, Admission, Rejected
+from swarmnode.rollouts.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Rejected
 from swarmnode.rollouts.groups import Candidate
-from swarmnode.rollouts.signers import MOST_CANDIDATES
 from swarmnode.wire import codec
 
 pytestmark = pytest.mark.slow
@@ -100,7 +99,7 @@ def test_mutated_frames_never_get_past_an_answer():
     assert_serves_honest_peers(checks)
 
 
-def test_mutated_payloads_under_a_good_signature_never_get_past_an_answer():
+def test_mutated_signed_payloads_are_answered():
     rng = random.Random(21)
     seeds = [codec.encode(AUTHOR.group(n, NOW, size=2 + n % 3)) for n in range(10)]
     squeezed = [codec.compress(s) for s in seeds]

@@ -44,7 +44,7 @@ def test_distrusted_groups_hardly_count_as_waiting():
     assert pool.waiting(lambda peer: {"a": 1.0, "b": 1 / 16}[peer]) == 8
 
 
-def test_one_peer_never_holds_more_than_its_share_of_the_groups():
+def test_share_of_groups_is_bounded_per_peer():
     pool = filled("a", 100, max_groups=80)
     stats = pool.statistics(100.0)
     assert stats.groups == 10
@@ -67,7 +67,7 @@ def test_observations_count_in_a_peers_share_of_the_bytes():
     assert len(pool) == 3  # of 32 KiB each, in an eighth of a mebibyte
 
 
-def test_one_peer_never_holds_more_than_its_share_of_the_bytes():
+def test_share_of_bytes_is_bounded_per_peer():
     pool = Pool(2**20)
     for n in range(100):
         pool.add(external_group("a", n, text="x" * 10_000), now=0.0, policy_version=0)
@@ -79,7 +79,7 @@ def test_a_group_larger_than_a_peers_share_is_refused():
     assert not pool.add(external_group("a", 0, text="x" * 2**17), now=0.0, policy_version=0)
 
 
-def test_a_full_pool_drops_the_oldest_group_of_the_most_represented_peer():
+def test_full_pool_evicts_the_largest_peers_oldest_group():
     pool = Pool(64 * 2**20, max_groups=8, peer_share=0.5)
     for peer, number in [
         ("b", 0),
@@ -150,8 +150,8 @@ def test_trusted_peers_are_drawn_more_often():
 
 
 def test_who_says_more_is_not_drawn_before_others():
-    """Drawn by the group, whoever publishes ten times as much would be eleven of twelve in every
-    step, until it is known."""
+    """If groups were drawn uniformly, an author with ten times the groups would fill eleven of
+    twelve places until it is known."""
     pool = filled("abcdefgh", 1)
     for number in range(100, 110):
         for peer in "stuvwxyz":
@@ -163,8 +163,8 @@ def test_who_says_more_is_not_drawn_before_others():
 
 
 def taught_by(newcomers, known, draws=200):
-    """Share of `known` and of `newcomers` in what is drawn, six groups at a time: all of them say
-    as much."""
+    """Share of `known` and of `newcomers` in the drawn groups, six at a time. All publish
+    equally."""
     counts = Counter()
     for seed in range(draws):
         pool = filled([*known, *newcomers], 2)
@@ -175,7 +175,7 @@ def taught_by(newcomers, known, draws=200):
     return counts[True] / draws, counts[False] / draws
 
 
-def test_names_cost_nothing_and_are_worth_nothing_where_peers_are_known():
+def test_new_identities_gain_nothing_among_known_peers():
     known = [f"known{number}" for number in range(8)]
     for names in (1, 10, 100):
         theirs, others = taught_by([f"new{number}" for number in range(names)], known)
@@ -211,7 +211,7 @@ def test_new_author_is_known_after_a_few_used_groups():
     assert not sampling.is_known(sampling.trust(0.5, 6)), "nor while its standing is bad"
 
 
-def test_among_newcomers_who_says_more_is_not_drawn_before_others():
+def test_more_groups_give_a_new_peer_no_priority():
     firsts = Counter()
     for seed in range(300):
         pool = filled("abcd", 1)
@@ -263,7 +263,7 @@ def test_bounds_hold_whatever_arrives(arrivals, seed):
         )
 
 
-def test_one_of_two_peers_has_no_more_than_its_half_and_a_lone_one_has_all():
+def test_one_of_two_peers_fills_half_a_step():
     pool = filled("a", 9)
     assert len(draw(pool, 9, per_peer=3)) == 9
     pool = filled("a", 9)

@@ -4,14 +4,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.pace import (
-    LEAST_BYTES_PER_SECOND,
-    LONGEST_SECONDS,
-    MOST_PEERS,
-    Throughput,
-)
-from swarmnode.rollouts.scoring import (
+from swarmnode.rollouts.admission import (
     STRIKE_PEERS,
     STRIKE_SECONDS,
     STRIKES,
@@ -19,6 +12,8 @@ from swarmnode.rollouts.scoring import (
     ScoringQueue,
     Strikes,
 )
+from swarmnode.rollouts.exchange import LEAST_SECONDS, LONGEST_SECONDS, fetch_deadline
+from swarmnode.rollouts.groups import Candidate, memory_bytes
 from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.tasks.seeds import is_evaluation
 from tests.support.groups import external_group
@@ -84,27 +79,12 @@ def test_memory_of_authors_is_bounded_and_forgets_the_oldest():
     assert strikes.is_out(f"p{STRIKE_PEERS + 8}", 0.0)
 
 
-def test_deadlines_follow_what_most_peers_achieve():
-    speed = Throughput()
-    assert speed.deadline(256 * 1024) == pytest.approx(8.0)
-    for number in range(200):
-        speed.observe(str(number % 4), 2**20, 0.1)
-    assert speed.deadline(2**20) == pytest.approx(5.3, abs=0.01)
-    for _ in range(100):
-        speed.observe("drips", 2**20, 30.0)
-    speed.observe("short", 100, 0.1)
-    assert speed.deadline(2**20) == pytest.approx(5.3, abs=0.01)
+def test_large_fetches_have_longer_deadlines():
+    assert fetch_deadline(0) == LEAST_SECONDS < fetch_deadline(2**18) < fetch_deadline(2**20)
+    assert fetch_deadline(2**30) == LONGEST_SECONDS
 
 
-def test_peers_that_all_drip_cannot_stretch_deadlines_without_end():
-    speed = Throughput()
-    for number in range(10 * MOST_PEERS):
-        speed.observe(str(number), 2**15, 30.0)
-    assert speed.bytes_per_second == LEAST_BYTES_PER_SECOND
-    assert speed.deadline(2**20) == LONGEST_SECONDS
-
-
-def test_three_strikes_and_an_author_is_out_for_ten_minutes():
+def test_three_strikes_exclude_an_author_for_ten_minutes():
     strikes = Strikes()
     for n in range(STRIKES):
         assert not strikes.is_out("a", n)
@@ -133,7 +113,7 @@ def test_strikes_expire_after_ten_minutes():
 
 
 class FailingScorer:
-    """Fails for every group; for this node's own questions as it is told."""
+    """Fails for every group, and for this node's own questions as configured."""
 
     def __init__(self, works):
         self.works, self.probes = works, 0

@@ -17,7 +17,7 @@ def test_freshness_halves_every_half_life():
     assert sampling.freshness(8, 4) == pytest.approx(0.25)
 
 
-def test_a_new_peer_is_on_probation_until_its_groups_were_trained_on():
+def test_new_peer_is_on_probation():
     assert sampling.trust(1.0, 0) == 0.25
     assert sampling.trust(1.0, 8) == pytest.approx(0.625)
     assert sampling.trust(1.0, 16) == sampling.trust(1.0, 10_000) == 1
@@ -28,7 +28,7 @@ def test_reputation_scales_trust_and_is_clamped():
     assert sampling.trust(7.0, 100) == 1
 
 
-def test_weight_does_not_look_at_the_level_of_the_reward():
+def test_weight_ignores_the_level_of_the_reward():
     assert sampling.weight([0, 1], 8, 4, 0.5) == pytest.approx(0.5 * 0.25 * 0.5)
     assert sampling.weight([0, 0, 0, 1], 0, 4, 1) == pytest.approx(
         sampling.weight([1, 1, 1, 0], 0, 4, 1)
@@ -51,7 +51,7 @@ def test_each_peer_once_while_there_are_enough_peers():
     assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "c1", "d1"]
 
 
-def test_too_few_peers_are_used_evenly_and_up_to_half_each():
+def test_few_peers_fill_up_to_half_each():
     ordered = ["a1", "a2", "a3", "a4", "b1"]
     assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "a2"]
     assert sampling.spread_over_peers(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.signers import VERSION_MEMORY_SECONDS, WINDOW, Frames, Signer, Signers
+from swarmnode.rollouts.admission import VERSION_MEMORY_SECONDS, WINDOW, Frames, Signer, Signers
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS, GROUP_AGE_SECONDS
 
 MODEL = b"m" * 32
@@ -14,7 +14,7 @@ def signer(rate=16.0):
     return Signer("peer", rate, 0.0)
 
 
-def test_a_signer_may_burst_for_four_seconds_and_then_keeps_its_rate():
+def test_author_may_burst_for_four_seconds():
     one, taken = signer(2.0), 0
     for tenth in range(1000):
         if one.has_token(2.0, tenth / 10):
@@ -39,7 +39,7 @@ def test_a_clock_that_steps_back_gives_no_tokens():
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 3 * WINDOW), max_size=300), st.integers(0, 2**62))
-def test_the_window_takes_each_sequence_once_and_never_one_below_it(offsets, base):
+def test_window_accepts_each_sequence_once(offsets, base):
     one, seen, newest = signer(), set(), -1
     for offset in offsets:
         sequence = base + offset
@@ -94,7 +94,7 @@ def test_an_old_version_does_not_lower_the_newest():
 
 
 def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 3)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 3)
     signers = Signers()
     for name in "abc":
         signers.add(name.encode(), signer())
@@ -109,7 +109,7 @@ def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
 
 
 def test_others_push_out_no_author_of_a_candidate(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 3)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 3)
     signers = Signers()
     signers.add(b"a", one := signer())
     signers.prove(b"a", one)
@@ -136,7 +136,7 @@ def test_frames_are_bounded_and_candidates_expire():
 
 
 def test_a_clock_that_stepped_back_makes_nothing_too_old(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 2)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 2)
     frames, tomorrow = Frames(100), 86_400.0
     frames.prove(b"first", tomorrow)
     for number in range(10):

@@ -1,10 +1,10 @@
-"""No source gives more than its share, and whoever skips questions has a smaller one."""
+"""No source contributes more than its share, and an author that skips questions has a smaller
+one."""
 
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.sources import HISTORY_DRAWS, MOST_GAP, SourceShares
+from swarmnode.rollouts.pool import HISTORY_DRAWS, MOST_GAP, Pool, SourceShares
 from tests.support.groups import external_group
 
 
@@ -26,7 +26,7 @@ def swarm(steps, supplies, room=6, seed=0):
     return drawn
 
 
-def test_a_source_that_supplies_most_has_no_more_than_its_share():
+def test_largest_source_has_only_its_share():
     supplies = {f"honest{n}": (1, 2, 1) for n in range(4)} | {"loud": (20, 2, 10)}
     drawn = swarm(60, supplies)
     assert drawn["loud"] / drawn.total() < 0.35
@@ -40,7 +40,7 @@ def test_a_source_that_skips_questions_has_less():
     assert skips["b"] / skips.total() < 0.25
 
 
-def test_a_new_key_for_each_group_is_no_way_around_it():
+def test_new_keys_do_not_evade_the_share():
     drawn = swarm(80, {"a": (6, 2, 1), "b": (6, 1, 10**6)})
     assert drawn["b"] / drawn.total() < 0.25
 
@@ -77,7 +77,7 @@ def test_a_restart_costs_one_bounded_gap():
     assert room["a"] > 0.7 * room["b"]
 
 
-def test_what_a_holder_made_goes_before_what_it_passed_on():
+def test_own_groups_precede_relayed_groups():
     pool = Pool()
     pool.add(external_group("holder", 1), 0.0, 0, "net")
     for number in range(8):

@@ -1,15 +1,14 @@
-"""Whoever sends what is refused is looked at less and less, and comes back when it is trained on
-again."""
+"""An author of refused groups takes part in fewer draws, and recovers when its groups are trained
+on."""
 
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.trust import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust
+from swarmnode.rollouts.pool import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust, Pool
 from tests.support.groups import external_group
 
 
-def test_belief_falls_with_each_refusal_down_to_a_floor_and_comes_back():
+def test_belief_falls_to_a_floor_and_recovers():
     trust = PeerTrust()
     seen = []
     for _ in range(REFUSED_AT_MOST + 3):
@@ -40,7 +39,7 @@ def test_alternating_lies_do_not_pay():
     assert trust.of("p", 1.0) == 0.25, "always on probation"
 
 
-def test_what_is_remembered_is_bounded():
+def test_memory_of_peers_and_swaps_is_bounded():
     trust = PeerTrust()
     for number in range(2 * MAX_PEERS):
         trust.judged(f"good{number}", "used")
@@ -50,7 +49,7 @@ def test_what_is_remembered_is_bounded():
     assert trust.belief(f"bad{2 * MAX_PEERS - 1}") == 0.25
 
 
-def test_a_peer_that_nobody_believes_takes_no_place_from_others():
+def test_distrusted_peer_takes_no_place_from_others():
     """Every peer has one group in a step before any has two; that must not be a liar's seat for
     ever."""
     trust, rng = PeerTrust(), random.Random(1)

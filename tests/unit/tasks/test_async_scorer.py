@@ -1,5 +1,4 @@
-"""The trio client: many callers, cancelled callers, lost children. pytest
-tests/unit/tasks/test_async_scorer.py"""
+"""The trio client: many callers, cancelled callers, lost children."""
 
 import os
 import signal
@@ -24,7 +23,7 @@ def ref(index=0, task="builtin/sum", **changes):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What the blocking client says, by (task, index)."""
+    """Results of the blocking client, by (task, index)."""
     keys = [(task, index) for task in ONE_TURN_TASKS for index in range(30)]
     with Scorer() as scorer:
         return dict(
@@ -68,7 +67,7 @@ async def test_what_cannot_be_regenerated_is_raised():
             await scorer.prompt(TaskRef("rg/countdown", "", 0, 0))
 
 
-async def test_cancelled_callers_do_not_shift_the_answers_of_the_others(expected):
+async def test_cancelled_callers_do_not_shift_answers(expected):
     found = {}
 
     async def ask(scorer, task, index):
@@ -119,7 +118,7 @@ async def test_a_child_that_hangs_is_replaced_after_the_deadline(expected):
         assert "no answer within 0.5 s" in scorer.statistics().last_failure
 
 
-async def test_only_the_question_that_kills_the_child_goes_without(monkeypatch):
+async def test_only_the_fatal_question_has_no_result(monkeypatch):
     ask = Child.ask
 
     def deadly(self, questions):
@@ -140,7 +139,7 @@ async def test_only_the_question_that_kills_the_child_goes_without(monkeypatch):
     ]
 
 
-async def test_a_child_that_cannot_start_fails_its_questions_and_is_tried_again(monkeypatch):
+async def test_failed_start_is_retried(monkeypatch):
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     async with AsyncScorer() as scorer:
         with pytest.raises(ScorerFailed, match="did not start"):
@@ -149,7 +148,7 @@ async def test_a_child_that_cannot_start_fails_its_questions_and_is_tried_again(
         assert (await scorer.prompt(ref())).endswith("=")
 
 
-async def test_nobody_waits_for_a_closed_scorer():
+async def test_closed_scorer_fails_its_questions():
     scorer = AsyncScorer()
     outcomes = []
 
@@ -173,7 +172,7 @@ async def test_nobody_waits_for_a_closed_scorer():
         await scorer.prompt(ref())
 
 
-async def test_an_error_in_the_body_leaves_as_it_is():
+async def test_error_in_the_body_is_raised():
     async def body():
         async with AsyncScorer() as scorer:
             await scorer.prompt(ref())

@@ -1,4 +1,4 @@
-"""What follows an answer, or is another way to write it, earns nothing in our tasks."""
+"""Text after an answer, and other notations of it, earn nothing in the built-in tasks."""
 
 import pytest
 

@@ -40,7 +40,7 @@ def test_one_answer_to_every_question_is_seen(ask):
     assert winning.top_share == 1.0
 
 
-def test_groups_without_a_winner_and_other_tasks_do_not_count(ask):
+def test_only_groups_with_a_majority_count(ask):
     winning = WinningAnswers()
     winning.sampled([ask(7, rewards=(0.0, 0.0)), ask(7, name="rg/gcd")] * FEWEST)
     assert winning.top_share is None

@@ -1,5 +1,4 @@
-"""Rewards of several components: what a task's owner may return, what becomes of it, and by which
-weights."""
+"""Rewards of several components: allowed values, their checks and their weights."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ from swarmnode.tasks.scorer import judge
         ({"b": None}, {}, 0.0, {}),
     ],
 )
-def test_the_reward_is_the_mean_of_its_components_by_their_weights(
-    value, weights, reward, components
-) -> None:
+def test_reward_is_the_weighted_mean_of_components(value, weights, reward, components) -> None:
     assert own.total_reward(value, weights) == (reward, components)
 
 

@@ -1,8 +1,4 @@
-"""Datasets as tasks: read and checked with one line for whatever is wrong, asked by seed, judged in
-the sandbox.
-
-pytest tests/unit/tasks/test_dataset.py
-"""
+"""Datasets as tasks: reading with one-line errors, questions by seed, judging in the sandbox."""
 
 import datetime
 import decimal
@@ -53,7 +49,7 @@ def number_of(prompt):
     return int(prompt.split()[2])
 
 
-def test_every_row_is_asked_and_a_right_answer_is_worth_one(tmp_path):
+def test_every_row_is_asked_before_one_repeats(tmp_path):
     spec = installed(tmp_path)
     assert (spec.rows.rows, spec.rows.held_out) == (40, 4)
     with Scorer() as scorer:
@@ -81,7 +77,7 @@ async def test_the_network_process_scorer_judges_it_too(tmp_path):
         assert (await scorer.score(ref(), [f"{2 * number_of(prompt)}", "?"])).rewards == [1.0, 0.0]
 
 
-def test_a_right_answer_behind_sixty_kilobytes_of_reasoning_is_read(tmp_path):
+def test_answer_after_long_reasoning_is_found(tmp_path):
     installed(tmp_path)
     with Scorer() as scorer:
         twice = 2 * number_of(scorer.prompt(ref()))
@@ -90,7 +86,7 @@ def test_a_right_answer_behind_sixty_kilobytes_of_reasoning_is_read(tmp_path):
         ]
 
 
-def test_the_same_rows_are_the_same_task_wherever_they_come_from(tmp_path):
+def test_equal_rows_have_equal_versions(tmp_path):
     installed(tmp_path)
     version = registry.task_version(NAME)
     first = registry.TASKS[NAME].rows
@@ -121,7 +117,7 @@ def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
     assert registry.task_version(NAME) == version
 
 
-def test_what_was_read_is_not_read_again_until_the_file_changes(tmp_path, monkeypatch):
+def test_rows_file_is_reused_until_the_source_changes(tmp_path, monkeypatch):
     installed(tmp_path)
     reads = []
     monkeypatch.setattr(
@@ -139,7 +135,7 @@ def test_what_was_read_is_not_read_again_until_the_file_changes(tmp_path, monkey
     assert len(list((tmp_path / "datasets").iterdir())) == 1, "the rows of before are not kept"
 
 
-def test_a_question_that_stands_twice_is_on_one_side_only(tmp_path):
+def test_repeated_question_is_on_one_side(tmp_path):
     rows = [{"prompt": f"Name a number: {i % 10}", "answer": str(i)} for i in range(60)]
     # a quarter of the rows ends within a question, three tenths would end between two
     spec = installed(tmp_path, rows, held_out=0.25)
@@ -157,7 +153,7 @@ CLASSED = [row | {"class": CLASSES[i % 3]} for i, row in enumerate(ROWS)] + [
 ]
 
 
-def test_a_column_of_difficulties_puts_each_row_where_it_belongs(tmp_path):
+def test_difficulty_column_selects_rows(tmp_path):
     spec = installed(tmp_path, CLASSED, difficulty="class")
     assert spec.levels == 3, "1.5, 3, easy"
     asked = {}
@@ -183,7 +179,7 @@ def test_a_column_of_difficulties_puts_each_row_where_it_belongs(tmp_path):
     assert 0 in asked[1, 4 << 20] | asked[1, evaluation_seed(NAME)], "of two difficulties the first"
 
 
-def test_how_hard_rows_are_is_part_of_what_the_task_is(tmp_path):
+def test_difficulties_are_part_of_the_version(tmp_path):
     installed(tmp_path)
     versions = {registry.task_version(NAME)}
     for rows in (CLASSED[:40], [*CLASSED[:39], CLASSED[39] | {"class": 1.5}], CLASSED[:40][::-1]):
@@ -208,7 +204,7 @@ def test_a_majority_judges_a_dataset_without_right_answers(tmp_path):
     assert trained.answer == ""
 
 
-def test_right_answers_judge_the_held_out_rows_of_a_majority(tmp_path):
+def test_held_out_majority_rows_use_right_answers(tmp_path):
     installed(tmp_path, verifier="majority")
     with Scorer() as scorer:
         asked = [ref(), ref(evaluation_seed(NAME))]
@@ -302,9 +298,7 @@ def test_the_template_is_around_the_question(tmp_path):
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
     ],
 )
-def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(
-    tmp_path, rows, settings, problem
-):
+def test_dataset_error_is_one_line_with_a_remedy(tmp_path, rows, settings, problem):
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, rows, **settings)
     assert "\n" not in str(raised.value)
@@ -440,7 +434,7 @@ def test_an_answer_that_nobody_could_give_is_one_line(tmp_path, answer, verifier
         ("NaN", "exact", "NaN"),
     ],
 )
-def test_an_answer_that_is_no_text_is_read_as_json(tmp_path, answer, verifier, text):
+def test_answer_column_may_be_json(tmp_path, answer, verifier, text):
     rows = [{"prompt": f"What is {i} ?", "answer": answer, "unused": None} for i in range(3)]
     installed(tmp_path, rows, verifier=verifier)
     with Scorer() as scorer:
@@ -495,7 +489,7 @@ def test_a_dataset_cannot_take_another_task_s_name(tmp_path, name):
         installed(tmp_path, name=name)
 
 
-def test_rows_that_change_under_a_node_stop_its_scorer_with_a_line(tmp_path):
+def test_changed_rows_file_stops_the_scorer(tmp_path):
     spec = installed(tmp_path)
     with open(spec.rows.path, "r+b") as file:
         file.seek(-3, os.SEEK_END)
@@ -504,14 +498,14 @@ def test_rows_that_change_under_a_node_stop_its_scorer_with_a_line(tmp_path):
         scorer.prompt(ref())
 
 
-def test_a_group_of_other_rows_is_not_of_this_task(tmp_path):
+def test_group_of_other_rows_is_refused(tmp_path):
     installed(tmp_path)
     theirs = TaskRef(NAME, "0" * 16, 4 << 20, 0)
     with Scorer() as scorer, pytest.raises(TaskUnknown, match="version"):
         scorer.prompt(theirs)
 
 
-def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
+def test_member_without_the_dataset_gets_an_error(tmp_path):
     installed(tmp_path, source=str(written(tmp_path / "swarm.jsonl")))
     config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))]
     entry = config_tasks[0]
@@ -609,7 +603,7 @@ def rewards(tmp_path, monkeypatch):
     return folder / "rewards_of_mine.py"
 
 
-def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rewards):
+def test_trl_reward_function_receives_all_columns(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:lengths")
     with Scorer() as scorer:
         note = number_of(scorer.prompt(ref()))
@@ -678,7 +672,7 @@ def test_a_component_that_does_not_apply_is_left_out(tmp_path, rewards):
         ("nothing", "has no attribute 'nothing'"),
     ],
 )
-def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, function, problem):
+def test_broken_reward_function_is_one_line(tmp_path, rewards, function, problem):
     installed(tmp_path, verifier=f"rewards_of_mine:{function}")
     with pytest.raises(Exception, match=problem), Scorer():
         pass
@@ -722,7 +716,7 @@ def test_failed_reward_costs_one_answer_and_is_named(tmp_path, rewards):
             assert problem in scored.error
 
 
-def test_a_reward_function_that_hangs_costs_a_scorer_and_not_the_node(tmp_path, rewards):
+def test_hanging_reward_function_costs_a_child(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:looping")
     with pytest.raises(Exception, match="scorer"), Scorer(startup_seconds=8.0):
         pass
@@ -762,7 +756,7 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
         (ROWS, "rewards_of_mine:nothing", "has no attribute 'nothing'"),
     ],
 )
-def test_a_node_with_a_dataset_that_cannot_be_used_does_not_start(
+def test_node_with_an_unusable_dataset_does_not_start(
     tmp_path, capsys, rewards, rows, verifier, problem
 ):
     file = written(tmp_path / "rows.jsonl", rows)

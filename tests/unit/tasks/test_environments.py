@@ -1,7 +1,5 @@
 """Environments by URL: a real server process as OpenEnv has them, and everything that one can do
 wrong.
-
-pytest tests/unit/tasks/test_environments.py
 """
 
 import contextlib
@@ -60,7 +58,7 @@ def certificate_for(address):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """The file of what the server process shows, issued by nobody that this machine trusts."""
+    """File of the server's certificate, whose issuer this machine does not trust."""
     directory = tmp_path_factory.mktemp("tls")
     shown, key = certificate_for("127.0.0.1")
     (directory / "cert.pem").write_bytes(shown)
@@ -111,7 +109,7 @@ def installed(tmp_path, url, name=NAME, **settings):
 
 @pytest.fixture
 def turned(tmp_path, server, monkeypatch):
-    """The task of /sums, whose server is another one since it was installed."""
+    """The task of /sums, whose server was replaced after the installation."""
     content = installed(tmp_path, f"{server}/sums").environment.content
 
     def turn(url):
@@ -131,7 +129,7 @@ def right_of(prompt):
     return str(int(prompt.split()[2]) + 1)
 
 
-def test_a_question_and_the_rewards_of_its_answers_come_from_the_server(tmp_path, server):
+def test_server_gives_question_and_rewards(tmp_path, server):
     installed(tmp_path, f"{server}/sums", template="{prompt} Say it.", extract="tag")
     told = []
     with Scorer(alive=lambda: told.append(1)) as scorer:
@@ -156,7 +154,7 @@ def test_a_question_and_the_rewards_of_its_answers_come_from_the_server(tmp_path
     assert len(told) > 10, "the trainer's watchdog hears of every answer"
 
 
-def test_an_episode_of_a_server_is_replayed_from_its_start(tmp_path, server):
+def test_server_episode_is_replayed_from_its_start(tmp_path, server):
     installed(tmp_path, f"{server}/guess", turns=12, template="{prompt} Guess.")
     with Scorer() as scorer:
         prompt = scorer.prompt(ref())
@@ -180,7 +178,7 @@ def test_an_episode_without_end_ends_at_its_last_turn(tmp_path, server):
     assert (len(episode.observations), episode.done) == (4, True)
 
 
-def test_a_server_that_leaves_an_episode_costs_the_questions_of_a_call(tmp_path, server):
+def test_lost_server_costs_the_questions_of_a_call(tmp_path, server):
     installed(tmp_path, f"{server}/guess", turns=4)
     with Scorer() as scorer:
         results = scorer.score_many([(ref(), [["5"]]), (ref(), [["leave"]]), (ref(), [["5"]])])
@@ -189,7 +187,7 @@ def test_a_server_that_leaves_an_episode_costs_the_questions_of_a_call(tmp_path,
         assert isinstance(scorer.score_many([(ref(), [["5"]])])[0], Scored)
 
 
-async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, server):
+async def test_network_process_scores_with_the_server(tmp_path, server):
     installed(tmp_path, f"{server}/sums")
     async with AsyncScorer() as scorer:
         prompt = await scorer.prompt(ref(index=3))
@@ -200,7 +198,7 @@ async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, 
         assert isinstance(other, Scored)
 
 
-def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
+def test_environment_seeds_separate_held_out_questions():
     trained = {environment_seed(SEED, index) for index in range(1000)}
     held_out = {environment_seed(evaluation_seed(NAME), index) for index in range(1000)}
     assert max(trained | held_out) < 2**32
@@ -221,7 +219,7 @@ def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
         ("moody", "the same seed gave two questions"),
     ],
 )
-def test_a_server_that_goes_wrong_costs_the_question_and_is_one_line(turned, server, kind, problem):
+def test_misbehaving_server_is_one_line(turned, server, kind, problem):
     turned(f"{server}/{kind}")
     # the others are to answer, on a busy machine too
     environments = Environments(seconds=0.3 if kind == "silent" else 10.0)
@@ -246,7 +244,7 @@ def test_a_reward_that_is_none_is_0_and_counted(turned, server, kind, problem):
         assert problem in scored.error
 
 
-def test_a_server_that_is_gone_is_a_failed_question_and_not_the_others(turned, server):
+def test_unreachable_server_costs_only_its_questions(turned, server):
     turned("ws://127.0.0.1:1")
     with Scorer() as scorer:
         gone, other = scorer.score_many([(ref(), ["1"]), (ref(name="builtin/sum"), ["x"])])
@@ -263,7 +261,7 @@ def test_a_node_starts_while_its_server_does_not_run(tmp_path, server, monkeypat
     assert registry.task_version(NAME) == version
 
 
-def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
+def test_servers_with_equal_questions_are_one_task(tmp_path, server):
     versions = []
     for url, settings in [
         ("sums", {}),
@@ -319,9 +317,7 @@ def test_environment_errors_are_one_line_before_the_start(
     assert not list(tmp_path.glob("datasets/*"))
 
 
-def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(
-    tmp_path, servers, certificate, monkeypatch
-):
+def test_tls_server_needs_a_trusted_certificate(tmp_path, servers, certificate, monkeypatch):
     with pytest.raises(
         ConfigError,
         match=r"its certificate: self.signed certificate; .* in the file that SSL_CERT_FILE names",
@@ -351,7 +347,7 @@ def test_tls_errors_are_one_line(tmp_path, servers, certificate, monkeypatch, na
     assert "\n" not in str(raised.value)
 
 
-def test_tls_where_there_is_none_says_how_the_server_is_named(tmp_path, server):
+def test_tls_error_names_the_remedy(tmp_path, server):
     with pytest.raises(ConfigError, match=r"for a server without TLS use http:// or ws://"):
         installed(tmp_path, f"{server.replace('ws://', 'wss://')}/sums")
 
@@ -379,7 +375,7 @@ def test_only_a_private_swarm_may_have_one(tmp_path, server):
     )
 
 
-def test_a_member_without_the_server_or_with_another_is_told(tmp_path, server):
+def test_member_without_the_server_gets_an_error(tmp_path, server):
     installed(tmp_path, f"{server}/sums")
     entry = TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))
     assert server not in entry.settings, "where it runs is nobody's business"

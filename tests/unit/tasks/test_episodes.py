@@ -1,7 +1,5 @@
 """Episodes of an owner's function: played turn by turn, replayed from the start, bounded, and never
 more than one episode lost to an environment.
-
-pytest tests/unit/tasks/test_episodes.py
 """
 
 import json
@@ -139,7 +137,7 @@ def ref(task, index=0, seed=4 << 20):
 
 @pytest.fixture
 def echo(games):
-    """A scorer whose environment does what it is told. The determinism check is in its tests."""
+    """A scorer with an obedient environment. The determinism check has tests of its own."""
     installed("echo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
@@ -165,7 +163,7 @@ def binary_search(scorer, question):
             high = int(actions[-1]) - 1
 
 
-def test_an_author_plays_turn_by_turn_and_a_receiver_replays_the_actions(games):
+def test_receiver_replays_the_authors_episode(games):
     installed("guess")
     with Scorer() as author:
         assert author.prompt(ref(GUESS)) == "I am thinking of a number from 1 to 20. Guess."
@@ -190,7 +188,7 @@ async def test_the_network_process_replays_the_same(games):
     assert found == expected
 
 
-def test_an_episode_ends_at_its_last_turn_with_what_it_earned(echo):
+def test_episode_ends_at_its_last_turn(echo):
     scored = play(echo, ["a"] * 8, ["a"] * 7, ["a"] * 20)
     assert scored.rewards == [pytest.approx(0.8), 0.0, pytest.approx(0.8)]
     assert [len(episode.observations) for episode in scored.episodes] == [8, 7, 8]
@@ -202,7 +200,7 @@ def test_actions_after_the_end_are_not_taken(echo):
     assert episode == Episode(["over"], True)
 
 
-def test_rewards_of_steps_are_added_and_must_be_in_0_to_1(echo):
+def test_step_rewards_add_up_to_at_most_1(echo):
     tenths = ["earn 0.1"] * 7 + ["end 0.3"]
     scored = play(echo, tenths, ["earn -0.5", "end 1"], ["earn 0.7", "end 0.7"], ["end nan"])
     assert scored.rewards == [1.0, 0.5, 0.0, 0.0]
@@ -240,7 +238,7 @@ def test_what_an_environment_does_wrong_costs_its_episode_alone(echo, action, er
     assert (told.starts, told.failures) == (1, 0)
 
 
-def test_an_environment_that_hangs_costs_its_question_and_a_child(echo):
+def test_hanging_environment_costs_its_question(echo):
     questions = [(ref(ECHO, index), [["spin"] if index == 1 else ["end 1"]]) for index in range(3)]
     first, hung, last = echo.score_many(questions)
     assert (first.rewards, last.rewards) == ([1.0], [1.0])
@@ -281,7 +279,7 @@ def test_what_an_environment_prints_is_discarded(echo):
     assert echo.statistics().failures == 0
 
 
-def test_an_action_that_is_too_long_ends_its_episode_with_nothing(echo):
+def test_too_long_action_ends_the_episode(echo):
     scored = play(echo, ["earn 1", "x" * 5000, "end"], ["earn 1", "\ud800"], ["end 1"])
     assert scored.rewards == [0.0, 0.0, 1.0]
     assert [len(episode.observations) for episode in scored.episodes] == [2, 2, 1]
@@ -457,7 +455,7 @@ def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
     assert bought.prompt.startswith("Buy tea.\nYou can call functions")
 
 
-def test_an_answer_is_no_list_of_actions_and_the_other_way_round(games):
+def test_form_of_a_completion_must_fit_the_task(games):
     installed("guess")
     sums = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 4 << 20, 0)
     with Scorer() as scorer:

@@ -44,7 +44,7 @@ def ref(task, index=0, seed=SEED):
     return TaskRef(task, registry.task_version(task), seed, index)
 
 
-def test_it_runs_in_the_whole_sandbox_and_has_one_version(gymnasium, named):
+def test_game_runs_in_the_whole_sandbox(gymnasium, named):
     task = named(LAKE)
     version = registry.task_version(task)
     with Scorer() as scorer:

@@ -1,5 +1,4 @@
-"""Questions are the same on every node, and what earns the reward is reasoning-gym's. pytest
-tests/unit/tasks/test_generation.py"""
+"""Questions are equal on all nodes, and the right answers are reasoning-gym's."""
 
 import hashlib
 import json
@@ -82,8 +81,8 @@ def test_questions_are_what_other_nodes_get(scorer, task):
 
 
 def test_questions_and_answers_are_reasoning_gyms(scorer):
-    """We load the datasets one by one and keep one object each; users make one dataset per seed.
-    Both must agree, up to 63-bit seeds."""
+    """The adapter loads each dataset alone and keeps one object. Users of the library make one
+    dataset per seed. Both must agree, up to 63-bit seeds."""
     texts = [
         None,
         "ANSWER",
@@ -139,7 +138,7 @@ def test_order_and_repetition_do_not_change_a_question(scorer):
     assert forward == backward[::-1]
 
 
-def test_reward_is_for_the_answer_and_not_for_text_that_contains_it(scorer):
+def test_reward_is_for_the_answer_alone(scorer):
     for task in GYM:
         assert scorer.score(
             ref(task, ADDRESSES[0]), ["0 1 2 3 4 5 6 7 8 9 10 11 1/2 2/3 a b c"]

@@ -1,7 +1,5 @@
 """Text that wants to be code. The refused scorers run it, the allowed ones do not, and the child
 would not let them.
-
-pytest tests/unit/tasks/test_hostile_answers.py
 """
 
 import json
@@ -124,8 +122,8 @@ ALLOWED = [
 
 
 def test_the_danger_is_real(tmp_path):
-    """Each refused scorer executes an answer: refusing it is not superstition. When this fails, the
-    library was mended: read it again."""
+    """Each refused scorer executes an answer. If this fails, the library was fixed: review the
+    scorer again."""
     names = [task.removeprefix("rg/") for task in REFUSED]
     run_raw([(name, {}) for name in names], [CODE[0], CODE[4]], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(

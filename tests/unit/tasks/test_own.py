@@ -1,7 +1,5 @@
-"""Tasks that a node's owner brings: found and hashed without being run, run in the sandbox only,
-one line for whatever is wrong.
-
-pytest tests/unit/tasks/test_own.py
+"""The owner's tasks: found and hashed without being run, run in the sandbox only, errors in one
+line.
 """
 
 import json
@@ -172,7 +170,7 @@ def test_the_sandbox_holds_for_it(package):
         pass
 
 
-def test_code_that_changes_while_the_node_runs_is_not_run(package):
+def test_changed_code_is_not_run(package):
     installed(NAME)
     with Scorer() as scorer:
         scorer.prompt(ref())
@@ -205,9 +203,7 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
         ("missing", "missing"),
     ],
 )
-def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(
-    package, tmp_path, capsys, function, says
-):
+def test_broken_task_is_one_line_at_start(package, tmp_path, capsys, function, says):
     task = f"letters_of_mine.words:{function}"
     options = [
         "--data-dir",
@@ -236,7 +232,7 @@ def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(
         ("letters_of_mine.nothing:task", "no 'nothing'"),
     ],
 )
-def test_a_name_that_leads_nowhere_or_somewhere_else_is_refused(package, task, says):
+def test_unknown_or_ambiguous_module_is_refused(package, task, says):
     with pytest.raises(ConfigError, match=says):
         owner_code.find(task)
 
@@ -274,7 +270,7 @@ def test_settings_without_their_task_are_an_error():
         registry.install([], {"words:reverse": {"length": 2}})
 
 
-def test_a_name_that_only_a_manifest_or_task_names_gives_loads_nothing(package):
+def test_manifest_names_load_no_module(package):
     with pytest.raises(ConfigError, match=r"not in task\.modules"):
         registry.check_names([NAME])
     (problem,) = requirements.can_honour(
@@ -368,7 +364,7 @@ def test_held_out_questions_are_never_met_in_training(package, task):
     assert len(held_out) > 1
 
 
-def test_a_module_that_imports_datasets_is_told_what_to_use(package):
+def test_module_that_starts_threads_is_refused(package):
     pytest.importorskip("datasets")
     thread = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     (package / "words.py").write_text(

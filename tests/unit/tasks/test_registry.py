@@ -67,7 +67,7 @@ def test_what_is_refused_is_not_a_task():
     assert not set(REFUSED) & set(TASKS)
 
 
-def test_a_scorer_that_nobody_read_is_not_on_the_list():
+def test_unreviewed_scorer_is_not_allowed():
     with pytest.raises(ConfigError, match="'rg/sudoku' is not on the allow-list"):
         check_names(["rg/sudoku"])
 

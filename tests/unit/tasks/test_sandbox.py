@@ -1,7 +1,5 @@
-"""What the scorer child cannot do, tried from inside. Each trial runs `sandbox.enter` in a process
+"""Attempts to leave the sandbox of the scorer child. Each trial runs `sandbox.enter` in a process
 of its own.
-
-pytest tests/unit/tasks/test_sandbox.py
 """
 
 import json
@@ -14,7 +12,7 @@ import sys
 
 import pytest
 
-from swarmnode.tasks import child, sandbox, seccomp
+from swarmnode.tasks import child, sandbox
 from swarmnode.tasks.client import Scorer
 from tests.support.whole_gym import IMPORT
 
@@ -24,14 +22,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are
 # others hold, then tries everything.
 INTRUDER = """
 import ctypes, json, os, resource, socket, subprocess, sys
-from swarmnode.tasks import child, sandbox, seccomp
+from swarmnode.tasks import child, sandbox
 marker, without = sys.argv[1], sys.argv[2].split(",")
 inherited, port = int(sys.argv[3]), int(sys.argv[4])
 os.fstat(inherited)
 if "audit" in without:
     sys.addaudithook = lambda hook: None
 if "seccomp" in without:
-    seccomp.install = lambda libc: False
+    sandbox.install_filter = lambda libc: False
 if "rlimits" in without:
     resource.setrlimit = lambda limit, values: None
 layers = sandbox.enter(os.getppid())
@@ -164,17 +162,19 @@ def test_network_namespace_has_no_way_out(tmp_path):
 def test_filter_lets_through_only_what_is_listed():
     """Run the program as the kernel would: every call of the list is allowed, every other one and
     every other architecture is not."""
-    for machine, (column, arch) in seccomp._ARCHITECTURES.items():
-        listed = {call[column] for call in seccomp._CALLS.values()} - {None}
+    for machine, (column, arch) in sandbox._ARCHITECTURES.items():
+        listed = {call[column] for call in sandbox._CALLS.values()} - {None}
         for number in range(600):
             verdict = 0x7FFF0000 if number in listed else 0x00050001
-            own = 0x7FFF0000 if number in listed | {seccomp._PRLIMIT64[column]} else 0x00050001
-            assert run_filter(seccomp.program(machine), number, arch, pid=1) == verdict
-            assert run_filter(seccomp.program(machine), number, arch, pid=0) == own
-        assert run_filter(seccomp.program(machine), min(listed), arch ^ 1, pid=0) == 0x80000000
+            own = 0x7FFF0000 if number in listed | {sandbox._PRLIMIT64[column]} else 0x00050001
+            assert run_filter(sandbox.filter_program(machine), number, arch, pid=1) == verdict
+            assert run_filter(sandbox.filter_program(machine), number, arch, pid=0) == own
+        assert (
+            run_filter(sandbox.filter_program(machine), min(listed), arch ^ 1, pid=0) == 0x80000000
+        )
         # the x32 numbers
         assert (
-            run_filter(seccomp.program(machine), min(listed) | 0x40000000, arch, pid=0)
+            run_filter(sandbox.filter_program(machine), min(listed) | 0x40000000, arch, pid=0)
             == 0x00050001
         )
 
@@ -214,7 +214,7 @@ def test_an_orphan_does_not_start():
     assert done.stdout == b""
 
 
-def test_the_child_reports_its_layers_and_gets_none_of_our_environment(monkeypatch):
+def test_child_reports_its_sandbox_layers(monkeypatch):
     environments = []
 
     class Popen(child.subprocess.Popen):
@@ -263,7 +263,7 @@ def test_questions_and_rewards_load_a_part_of_the_library():
     code = (
         """
 import sys
-from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.scorer import GymTask
 from swarmnode.tasks.registry import TASKS
 for spec in [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]:
     item = GymTask(spec).item(5, 0)

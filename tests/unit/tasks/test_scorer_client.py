@@ -1,5 +1,5 @@
-"""The blocking client: a child that fails is replaced, and only who did it goes without. pytest
-tests/unit/tasks/test_scorer_client.py"""
+"""The blocking client: a failed child is replaced, and only the question that caused the failure
+has no result."""
 
 import gc
 import os
@@ -70,7 +70,7 @@ def test_many_questions_come_back_in_order_over_several_frames(scorer):
         ({"difficulty": 1}, "difficulty"),
     ],
 )
-def test_what_cannot_be_regenerated_is_unknown(scorer, changes, reason):
+def test_unknown_question_is_reported(scorer, changes, reason):
     with pytest.raises(TaskUnknown) as caught:
         scorer.score(ref(**changes), ["1"])
     assert caught.value.reason == reason
@@ -101,7 +101,7 @@ def test_a_killed_child_is_replaced_and_the_question_answered(scorer):
     assert "ended by SIGKILL" in statistics.last_failure
 
 
-def test_a_child_that_hangs_is_replaced_and_the_question_answered():
+def test_hanging_child_is_replaced():
     with Scorer(deadline=0.5) as scorer:
         os.kill(scorer.statistics().pid, signal.SIGSTOP)
         assert len(scorer.score(ref(), ["7"]).rewards) == 1
@@ -122,7 +122,7 @@ def test_a_question_that_always_overruns_is_given_up(monkeypatch):
         assert scorer.statistics().failures == 2
 
 
-def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch):
+def test_only_the_fatal_question_has_no_result(scorer, monkeypatch):
     """No allowed scorer can be made to die, so the death is staged: the child is killed whenever it
     gets to question 3."""
     ask = Child.ask
@@ -139,24 +139,25 @@ def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch
     assert results[:3] + results[4:] == expected[:3] + expected[4:]
 
 
-def test_a_response_that_does_not_fit_is_not_believed(scorer, monkeypatch):
+def test_invalid_response_is_refused(scorer, monkeypatch):
     monkeypatch.setattr(child_module.frames, "decode_scored", lambda body: [Scored("?", [2.0])])
     with pytest.raises(ScorerFailed, match="does not fit"):
         scorer.score(ref(), ["7"])
 
 
-def test_the_childs_last_words_are_kept_but_not_many(scorer):
+def test_end_of_standard_error_is_kept(scorer):
     with scorer._lock:
         body = b"\xc1" * 10
-        os.write(scorer._child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
+        client = scorer._client
+        os.write(client.child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
         with pytest.raises(ScorerDied):
-            scorer._converse(scorer._child._receive(), 10)
-        words = scorer._end()
+            child_module.converse(client._within(10, client.child._receive()))
+        words = client.end()
     assert words.startswith("exit status 1: Traceback")
     assert len(words) < child_module.STDERR_BYTES + 100
 
 
-def test_a_child_that_cannot_start_is_said_so(monkeypatch, tmp_path):
+def test_failed_start_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(child_module, "_ROOT", tmp_path)
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     before = children()
@@ -170,7 +171,7 @@ def test_a_child_that_cannot_start_is_said_so(monkeypatch, tmp_path):
     assert children() == before
 
 
-def test_close_can_be_repeated_and_a_later_call_starts_again():
+def test_closed_scorer_starts_again():
     scorer = Scorer()
     scorer.close()
     prompt = scorer.prompt(ref())
@@ -180,7 +181,7 @@ def test_close_can_be_repeated_and_a_later_call_starts_again():
     scorer.close()
 
 
-def test_threads_take_turns(scorer):
+def test_threads_share_one_child(scorer):
     expected = {index: scorer.score(ref(index), ["7"]) for index in range(40)}
     found = {}
 

@@ -1,5 +1,4 @@
-"""Question addresses: who asks what, and that nobody asks anybody else's. pytest
-tests/unit/tasks/test_seeds.py"""
+"""Question addresses: each node has its own, and a peer cannot use another node's."""
 
 import itertools
 
@@ -74,7 +73,7 @@ def test_many_nodes_and_epochs_stay_apart():
 
 
 @given(peers, sequences, names, difficulties)
-def test_a_training_address_is_an_address_and_never_held_out(peer, sequence, task, difficulty):
+def test_training_address_is_never_held_out(peer, sequence, task, difficulty):
     seed, index = task_seed(SWARM, peer, sequence, task, difficulty)
     assert is_address(seed, index)
     assert not is_evaluation(seed)
@@ -155,7 +154,7 @@ def test_tasks_are_chosen_evenly():
 
 
 @given(st.permutations(list(TASKS)), peers, sequences)
-def test_the_choice_does_not_depend_on_the_order_of_names(shuffled, peer, sequence):
+def test_choice_ignores_the_order_of_names(shuffled, peer, sequence):
     assert choose_task(shuffled, SWARM, peer, sequence) == choose_task(
         sorted(TASKS), SWARM, peer, sequence
     )

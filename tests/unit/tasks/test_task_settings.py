@@ -1,5 +1,5 @@
-"""Our own tasks with other numbers and with the answer elsewhere: part of what the task is, tried
-in the scorer, told to members."""
+"""Built-in tasks with other numbers or another extraction: part of the version, tried in the
+scorer, in the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_before():
     registry.install([], {task: {} for task in ("rg/gcd", "rg/chain_sum", "builtin/sum")})
 
 
-def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None:
+def test_generator_settings_change_the_version() -> None:
     plain = registry.task_version("rg/chain_sum")
     registry.install(
         [], {"rg/chain_sum": {"min_digits": 4, "max_digits": 4, "extract": "last_number"}}
@@ -87,7 +87,7 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
         ),
     ],
 )
-def test_what_cannot_be_set_is_one_line_that_says_what_can(task, given, problem) -> None:
+def test_unknown_setting_names_the_known_ones(task, given, problem) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         registry.install([], {task: given})
     assert "\n" not in str(raised.value)
@@ -137,7 +137,7 @@ def test_a_member_with_other_settings_is_told_which() -> None:
     assert problem.endswith("see task.settings")
 
 
-def test_where_the_answer_stands_can_be_said_of_any_task_of_ours() -> None:
+def test_extraction_can_be_set_for_built_in_tasks() -> None:
     plain = registry.task_version("builtin/sum")
     registry.install([], {"builtin/sum": {"extract": "last_number"}})
     assert registry.task_version("builtin/sum") != plain

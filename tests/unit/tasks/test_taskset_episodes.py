@@ -119,7 +119,7 @@ GUESSES = [[str(number)] * 4 for number in range(1, 10)]
 """One of them is right with its first action."""
 
 
-def test_an_environment_is_played_turn_by_turn_and_scored_at_its_end(tmp_path, written):
+def test_taskset_environment_is_scored_at_its_end(tmp_path, written):
     written()
     right = str(1 + played(tmp_path, *GUESSES).rewards.index(1.0))
     scored = played(tmp_path, [right], ["0", right], ["0"], ["0"] * 4, ["0", right, right])
@@ -148,7 +148,7 @@ async def test_the_sandbox_plays_the_same_as_this_process(tmp_path, written):
     assert found == scored
 
 
-def test_its_code_and_its_turns_are_part_of_the_version(tmp_path, written, monkeypatch):
+def test_code_and_turns_are_part_of_the_version(tmp_path, written, monkeypatch):
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
     written()
     installed(tmp_path)
@@ -286,7 +286,7 @@ def test_a_multi_turn_environment_without_turns_says_so(tmp_path, written):
         played(tmp_path, turns=1)
 
 
-def test_the_check_at_start_finds_an_environment_that_is_not_deterministic(tmp_path, written):
+def test_nondeterministic_environment_is_refused_at_start(tmp_path, written):
     written((FIRST_TURN, "import time; " + FIRST_TURN), ('"Right."', "str(time.time_ns())"),
             ('f"Not {number}."', "str(time.time_ns())"))  # fmt: skip
     installed(tmp_path)

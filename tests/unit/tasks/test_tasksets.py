@@ -88,7 +88,7 @@ def right_of(prompt):
     return str(int(prompt.split()[3]) + 1)
 
 
-def test_the_stand_in_has_the_signatures_of_the_real_package():
+def test_stand_in_has_the_real_signatures():
     """signatures.txt was printed by check.py for verifiers 0.4.0."""
     done = subprocess.run(
         [sys.executable, STAND_IN / "check.py", STAND_IN],
@@ -113,9 +113,7 @@ def test_a_taskset_asks_its_prompts_and_its_rewards_judge(tmp_path, written):
     assert scored.errors == 0
 
 
-def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(
-    tmp_path, written, monkeypatch
-):
+def test_code_and_library_version_are_part_of_the_version(tmp_path, written, monkeypatch):
     written()
     installed(tmp_path)
     versions = [registry.task_version(NAME)]
@@ -153,7 +151,7 @@ def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(
         ('__all__ = ["Sums"]', "1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_taskset_that_cannot_be_trained_on_is_one_line(tmp_path, written, was, now, problem):
+def test_unusable_taskset_is_one_line(tmp_path, written, was, now, problem):
     written(was, now)
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path)
@@ -183,7 +181,7 @@ def test_a_taskset_that_cannot_be_trained_on_is_one_line(tmp_path, written, was,
         ),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_0_and_named(tmp_path, written, was, now, problem):
+def test_unavailable_reward_is_0_and_named(tmp_path, written, was, now, problem):
     written(was, now)
     spec = installed(tmp_path)
     scored = asked(spec, right_of(asked(spec).prompt))
@@ -196,7 +194,7 @@ def test_weights_below_one_together_are_left_as_they_are(tmp_path, written):
     assert asked(installed(tmp_path), "1", "x" * 99).rewards == [0.25, 0.0]
 
 
-def test_a_taskset_without_a_reward_for_the_sandbox_says_so(tmp_path, written):
+def test_taskset_without_a_usable_reward_is_refused(tmp_path, written):
     written("trace: vf.Trace)", "trace: vf.Trace, runtime: Runtime)")
     assert "it has no reward that works without a runtime" in asked(installed(tmp_path), "1").error
 

@@ -1,7 +1,5 @@
-"""Classes as TRL's `environment_factory` takes them: their public methods are tools, called by what
-a policy writes, in the scorer's sandbox.
-
-pytest tests/unit/tasks/test_tools.py
+"""Classes for TRL's `environment_factory`: a policy calls their public methods as tools, in the
+scorer's sandbox.
 """
 
 import inspect
@@ -156,7 +154,7 @@ def price_of(scorer):
     return int(episode.observations[0])
 
 
-def test_the_first_text_names_the_tools_and_the_form_of_a_call(scorer):
+def test_first_text_describes_the_tools(scorer):
     prompt = scorer.prompt(ref(NAME))
     assert prompt.startswith(" Buy tea for its price.\nYou can call functions")
     assert '<tool_call>{"name": "...", "arguments": {...}}</tool_call>' in prompt
@@ -165,7 +163,7 @@ def test_the_first_text_names_the_tools_and_the_form_of_a_call(scorer):
     assert described[0]["parameters"]["properties"]["money"]["type"] == "integer"
 
 
-def test_a_policy_calls_tools_and_is_rewarded_at_its_last_turn(scorer):
+def test_tool_calls_are_rewarded_at_the_last_turn(scorer):
     price = price_of(scorer)
     bought, too_little, asked = (
         [call("price", item="tea"), f"I pay. {call('buy', item='tea', money=price)}", "Done."],
@@ -203,7 +201,7 @@ def test_the_reward_counts_when_the_turns_are_used_up(scorer):
         (call("price", item="tea") * 20, "Only the first 8 calls of a turn are made."),
     ],
 )
-def test_a_call_that_fails_says_so_and_the_episode_goes_on(scorer, action, said):
+def test_failed_call_continues_the_episode(scorer, action, said):
     price = price_of(scorer)
     scored = scorer.score(ref(NAME), [[action, call("buy", item="tea", money=price), "Done."]])
     assert said in scored.episodes[0].observations[0]

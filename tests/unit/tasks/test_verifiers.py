@@ -1,8 +1,4 @@
-"""Verdicts on answers, and where an answer stands: what is right, what is not, and what a stranger
-may send.
-
-pytest tests/unit/tasks/test_verifiers.py
-"""
+"""Verdicts on right, wrong and hostile answers, and the extraction of an answer."""
 
 import json
 import time
@@ -221,7 +217,7 @@ def test_verdicts_are_those_of_the_library_that_everybody_uses(schema, value):
         ("{", "Expecting"),
     ],
 )
-def test_a_schema_that_is_not_understood_is_refused_when_it_is_read(schema, says):
+def test_unknown_schema_keyword_is_refused(schema, says):
     with pytest.raises(ValueError, match=says):
         VERIFIERS["json_schema"].check(schema)
 

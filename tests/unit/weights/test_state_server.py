@@ -1,4 +1,4 @@
-"""A state for newcomers: how much disk those take that can be fetched, whoever asks."""
+"""The state for new nodes: disk that the offered files take under any requests."""
 
 import pytest
 import trio
@@ -6,10 +6,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
-from swarmnode.weights import local, state_server
+from swarmnode.weights import local, state
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
 from swarmnode.weights.payload_store import LocalPayload, PayloadStore
-from swarmnode.weights.state_server import StateServer
+from swarmnode.weights.state import StateServer
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import BulkRequest
 
@@ -26,7 +26,7 @@ class Replica:
 
 
 class Network:
-    """What the server uses of it: nobody fetches."""
+    """The part of bulk transfer that the server uses. No peer fetches."""
 
     def __init__(self):
         self.offered = {}
@@ -45,8 +45,7 @@ class Network:
 
 
 class Served:
-    """A state server with a trainer that writes a state of SIZE bytes whenever it is told to,
-    another one each time."""
+    """A state server with a trainer that writes a new state of SIZE bytes at each request."""
 
     def __init__(self, directory, writes=True):
         self.network = Network()
@@ -89,19 +88,19 @@ class Served:
 async def test_repeated_requests_use_bounded_disk_and_recent_states(
     tmp_path, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state_server, "offer_seconds", lambda size: 3600.0)
+    monkeypatch.setattr(state, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
     for _ in range(24 * 60):
         number = await served.ask()
         oldest = max(oldest, trio.current_time() - born.setdefault(number, trio.current_time()))
         await trio.sleep(60)
-    assert served.most == state_server.MOST_STATES * SIZE
+    assert served.most == state.MOST_STATES * SIZE
     assert oldest < 2 * 3600
     assert served.written > 24, "and it does not stop at the first ones"
 
 
-async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path, autojump_clock):
+async def test_small_state_is_written_for_each_request(tmp_path, autojump_clock):
     served = Served(tmp_path)
     numbers = []
     for _ in range(20):
@@ -110,19 +109,17 @@ async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path,
     assert numbers == list(range(1, 21))
 
 
-async def test_who_asks_a_thousand_times_is_told_of_one_offer(tmp_path, autojump_clock):
+async def test_thousand_requests_share_one_offer(tmp_path, autojump_clock):
     served = Served(tmp_path)
     for _ in range(1000):
         await served.ask()
     assert len(served.network.offered) == 1
 
 
-async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(
-    tmp_path, autojump_clock, monkeypatch
-):
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state_server, "MOST_STATES", 1)
-    served, seconds = Served(tmp_path), state_server.offer_seconds(SIZE)
+async def test_repeated_request_extends_the_offer(tmp_path, autojump_clock, monkeypatch):
+    monkeypatch.setattr(state, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state, "MOST_STATES", 1)
+    served, seconds = Served(tmp_path), state.offer_seconds(SIZE)
     for _ in range(5):
         assert await served.ask() == 1
         await trio.sleep(seconds - 1)
@@ -164,7 +161,7 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
         await served.ask()
 
 
-async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, autojump_clock):
+async def test_writing_a_state_has_a_time_limit(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
     assert not served.server.is_writing
     async with trio.open_nursery() as nursery:
@@ -174,5 +171,5 @@ async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, au
         await trio.sleep(1.0)
         assert served.server.is_writing
         nursery.cancel_scope.cancel()
-    await trio.sleep(state_server.WRITE_SECONDS)
+    await trio.sleep(state.WRITE_SECONDS)
     assert not served.server.is_writing

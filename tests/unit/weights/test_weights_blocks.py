@@ -1,5 +1,5 @@
-"""What two parties that hold different layers of one policy do to each other: crews cut two ways,
-and nodes that hold all of it."""
+"""Averaging between parties that hold different layers of one policy: stages of crews with
+different splits, and whole nodes."""
 
 import random
 import threading
@@ -42,7 +42,7 @@ class StubNetwork:
 
 
 class Agreeable:
-    """A probe that finds any average as good as what it replaces."""
+    """A probe that finds every average as good as the own weights."""
 
     after = 1.0
 
@@ -53,7 +53,7 @@ class Agreeable:
 
 
 class Party:
-    """The trainer's half of somebody who holds `blocks`; steps are taken by the test."""
+    """The trainer's half of a party that holds `blocks`. The test takes its steps."""
 
     def __init__(self, directory, blocks, seed, shapes=SHAPES, sync_every=4):
         held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
@@ -92,7 +92,7 @@ class Party:
         }
 
     def do(self, message):
-        """Hand it a message, and have everything done that follows. What it says."""
+        """Handle a message and its consequences. Return the sent messages."""
         self.said.clear()
         self.replica.receive(message)
         for _ in range(3):
@@ -106,8 +106,7 @@ def blocks_shared(one, other):
 
 
 def exchange(one, other, fragment, session):
-    """Both copy what both hold of the fragment, and each gets the other's. How it ended for
-    each."""
+    """Both copy their common blocks of the fragment and exchange them. Return both outcomes."""
     blocks, ended = blocks_shared(one, other), []
     copies = [party.do(local.TakeSnapshot(session, fragment, blocks))[0] for party in (one, other)]
     for party, theirs in ((one, copies[1]), (other, copies[0])):
@@ -166,7 +165,7 @@ LEFT = {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}
 
 
 def moved(party, before):
-    """Names of what has taken an outer step since φ was `before`."""
+    """Names of the tensors that have taken an outer step since φ was `before`."""
     return {name for name, phi in party.phi().items() if phi is not before[name]}
 
 
@@ -221,7 +220,7 @@ def test_leftover_blocks_belong_to_the_same_outer_step(parties):
     assert [party.counters.outer_clocks for party in (whole, tail)] == [[0, 2]] * 2
 
 
-def test_a_reward_that_falls_takes_back_both_parts_of_an_outer_step(parties):
+def test_fallen_reward_reverts_both_parts_of_a_step(parties):
     whole, _, tail = met_half(parties)
     (other,) = parties(WHOLE, sync_every=16)
     other.train(0.0)
@@ -289,7 +288,7 @@ def test_abandons_an_exchange_that_omits_newly_due_blocks(parties):
     assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
-def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
+def test_stage_averages_only_its_own_blocks(parties):
     short, tail, whole = parties(SHORT, TAIL, WHOLE)
     assert blocks_shared(short, tail) == b""
     assert blocks_shared(whole, tail) == tail.facts.blocks()
@@ -322,7 +321,7 @@ def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
 
 
 def spread(parties):
-    """Standard deviation of each tensor among those who hold it, the largest of all tensors."""
+    """The largest standard deviation of a tensor among its holders."""
     held = {
         name: [party.weights()[name] for party in parties if name in party.parameters]
         for name in SHAPES
@@ -373,7 +372,7 @@ def test_differently_cut_crews_and_a_whole_node_converge(
     assert spread(everybody) < 0.2 * apart
 
 
-def test_a_tensor_of_another_shape_or_of_another_base_is_refused(parties):
+def test_tensor_of_another_shape_or_base_is_refused(parties):
     (whole,) = parties(WHOLE)
     (other,) = parties(HEAD, shapes={**SHAPES, "model.layers.1.w": (4, 8)})
     before = whole.weights()

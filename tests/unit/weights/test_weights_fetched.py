@@ -1,4 +1,4 @@
-"""Fetching a payload: what breaks off is taken up again, for as long as something new comes."""
+"""Fetching a payload: a broken transfer is resumed while it progresses."""
 
 import secrets
 import weakref
@@ -17,7 +17,7 @@ CHUNKS = 12
 
 
 class Breaking:
-    """Bulk transfers that break off after as many chunks as `moves` says, one after the other."""
+    """Bulk transfers that break off after the numbers of chunks in `moves`, in turn."""
 
     def __init__(self, moves, chunks=CHUNKS):
         self.source = BulkSource(secrets.token_bytes(CHUNK * chunks), chunk_bytes=CHUNK)
@@ -69,9 +69,7 @@ async def test_interrupted_transfer_completes_with_progress(tmp_path, autojump_c
 
 
 @pytest.mark.parametrize("error", [PeerError("not connected"), Declined("busy")])
-async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then(
-    tmp_path, autojump_clock, error
-):
+async def test_absent_or_busy_peer_is_retried(tmp_path, autojump_clock, error):
     bulk = Breaking([CHUNKS])
     back = trio.current_time() + 30.0
     bulk.raises = lambda: error if trio.current_time() < back else None
@@ -80,9 +78,7 @@ async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then
     assert bulk.tried < 15
 
 
-async def test_who_stays_away_is_waited_for_a_minute_and_not_to_the_deadline(
-    tmp_path, autojump_clock
-):
+async def test_absent_peer_is_given_up_after_a_minute(tmp_path, autojump_clock):
     bulk, began = Breaking([]), trio.current_time()
     bulk.raises = lambda: PeerError("not connected")
     with pytest.raises(PeerTimeout, match="is too slow"):
@@ -154,7 +150,7 @@ async def test_trickling_sender_is_detected_in_a_minute(tmp_path, autojump_clock
     assert 60.0 < trio.current_time() - began < 80.0
 
 
-async def test_who_was_fast_enough_may_stand_still_for_a_while(tmp_path, autojump_clock):
+async def test_fast_transfer_may_pause(tmp_path, autojump_clock):
     bulk = Breaking([CHUNKS // 2])
     before = bulk.fetch
 

@@ -1,5 +1,4 @@
-"""The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing
-network process costs, who is asked."""
+"""The trainer's half by itself: kills, reverts, a missing network process, adopted states."""
 
 import hashlib
 import threading
@@ -16,10 +15,9 @@ from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.local import TensorHash
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
 
@@ -30,7 +28,7 @@ CFG = WeightsConfig(rule="noloco", fragments=2, sync_every=4)
 
 
 class Asking:
-    """A probe that others answer."""
+    """A probe that the test answers."""
 
     def __init__(self):
         self.answer = None
@@ -100,7 +98,7 @@ class Made:
         settle(self.replica.receive, self.said)
 
     def between(self):
-        """Between two steps, and until the worker has done what follows."""
+        """Handle the messages between two steps until the worker is idle."""
         changed = self.replica.between_steps(True, 0.1, stepped=False)
         self.settle()
         return changed
@@ -205,7 +203,7 @@ def test_a_kill_before_the_commit_loses_the_exchange_whole(when, made, tmp_path)
     assert identical(b.weights(), before)
 
 
-def test_a_state_from_before_averaging_starts_at_its_own_weights(made, tmp_path):
+def test_state_without_averaging_starts_at_its_weights(made, tmp_path):
     a, b = made("a"), made("b")
     a.step()
     (tmp_path / "s").mkdir()
@@ -296,7 +294,7 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "overtaken"])
-def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
+def test_verdict_on_an_ended_exchange_is_ignored(made, meanwhile):
     a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
@@ -390,7 +388,7 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
     assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
 
 
-def test_where_no_reward_is_seen_nothing_is_remembered_for_it(made):
+def test_no_undo_state_without_rewards(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.exchange(partner)
@@ -400,7 +398,7 @@ def test_where_no_reward_is_seen_nothing_is_remembered_for_it(made):
     assert not any(name.startswith("undo.") for name in a.replica.tensors())
 
 
-def test_of_a_large_policy_the_last_exchange_is_taken_back(made, monkeypatch):
+def test_large_policy_reverts_the_last_exchange(made, monkeypatch):
     monkeypatch.setattr("swarmnode.averaging.outer.UNDO_WEIGHTS", 0)
     a, partner = made("a"), made("c")
     partner.step(seed=2)
@@ -435,7 +433,7 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     ]
 
 
-def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
+def test_few_lagging_peers_do_not_change_the_counter(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.counters.outer_clocks = [500, 500]
@@ -466,7 +464,7 @@ def test_absurd_outer_step_is_corrected_by_partners(made):
     assert a.between()
 
 
-def test_without_a_network_process_the_outer_step_is_taken_alone(made):
+def test_outer_step_is_solo_without_a_network_process(made):
     a = made("a")
     a.step()
     assert a.counters.step == 2
@@ -478,7 +476,7 @@ def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     assert a.counters.outer_clocks == [1, 0]
 
 
-def test_a_lone_node_trains_bit_by_bit_as_without_averaging(made):
+def test_lone_node_trains_as_without_averaging(made):
     a, off = made("a"), made("b")
     version = a.counters.policy_version
     for seed in range(20):
@@ -499,7 +497,7 @@ def test_a_lone_node_trains_bit_by_bit_as_without_averaging(made):
     assert identical(a.phi(), a.weights())
 
 
-def test_a_partner_far_behind_moves_no_weight_and_no_momentum(made):
+def test_lagging_partner_changes_nothing(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.exchange(partner)
@@ -536,7 +534,7 @@ def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):
     assert identical(a.replica.tensors(), b.replica.tensors())
 
 
-def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
+def test_exchange_after_a_solo_step_is_dropped(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.step()
@@ -549,7 +547,7 @@ def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
     assert msgspec.structs.replace(ENDED_LOCALLY, outer_step=1) in a.said
 
 
-def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
+def test_exchange_from_before_a_revert_is_dropped(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     for reward in (0.5, 0.5, 0.5):
@@ -563,7 +561,7 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
     assert identical(a.weights(), before)
 
 
-def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
+def test_worker_error_reaches_the_trainer(made, monkeypatch):
     a = made("a")
     monkeypatch.setattr(codecs, "encode_smallest", lambda *args, **options: 1 / 0)
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
@@ -584,7 +582,7 @@ def test_each_fragment_is_due_once_in_sync_every_steps(made):
 
 
 @pytest.mark.parametrize(("ago", "due"), [(1, []), (2, [(4, 1)])])
-def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, due, made):
+def test_accepted_swap_counts_as_the_due_step(ago, due, made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.counters.step = 4 - ago - 1
@@ -621,7 +619,7 @@ def adopt(a, other, step=30, wrong="", trained=0):
     return a.said[-1].outcome
 
 
-def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
+def test_adopted_state_is_on_probation(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     other.solo(0)
@@ -648,7 +646,7 @@ def test_untrained_adapter_adopts_a_trained_state(made):
     assert adopt(a, other) == "adopted"
 
 
-def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made):
+def test_trained_node_takes_no_state(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -668,7 +666,7 @@ def test_waits_longer_only_for_a_state_in_transit(made):
 
 
 @pytest.mark.parametrize("losses", [Losses(1.0, 7.5), Losses(1.0, float("nan")), None])
-def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
+def test_state_that_unlearns_own_completions_is_refused(made, losses):
     class Verdict:
         def measure(self, mine, mean, answer):
             if losses is not None:
@@ -682,7 +680,7 @@ def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
     assert identical(a.weights(), before)
 
 
-def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
+def test_state_with_an_absurd_counter_is_refused(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -693,7 +691,7 @@ def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
 @pytest.mark.parametrize(
     ("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")]
 )
-def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, made):
+def test_state_with_wrong_hashes_is_refused(wrong, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -702,7 +700,7 @@ def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, mad
     assert a.counters.outer_clocks == [0, 0]
 
 
-def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
+def test_harmful_state_is_reverted(made):
     a, other = made("a"), made("b")
     a.counters.reward_held_out = 0.5
     other.step(seed=5)
@@ -714,33 +712,6 @@ def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert a.said[-1].outcome == "worse"
-
-
-def test_candidates_are_connected_alike_and_have_claimed_so_lately():
-    claims = Claims()
-    claims.received("a", b"f", 3, 0.0)
-    claims.received("b", b"g", 3, 0.0)
-    claims.received("c", b"f", 3, 0.0)
-    assert claims.candidates(["a", "b"], b"f", 1.0) == ["a"]
-    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == []
-    assert claims.to_ask(["a", "d"], ASK_SECONDS - 1) == ["d"]
-    assert claims.to_ask(["a", "d"], ASK_SECONDS) == ["a", "d"]
-    for peer in ("a", "d"):
-        claims.asked(peer, ASK_SECONDS)
-    assert claims.to_ask(["a", "d"], ASK_SECONDS + 1) == []
-    assert claims.candidates(["a", "d"], b"f", ASK_SECONDS + 1) == ["a"], (
-        "what it claimed stands until it answers"
-    )
-    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == [], (
-        "and no longer for having been asked"
-    )
-
-
-def test_claims_are_bounded():
-    claims = Claims()
-    for number in range(2 * MAX_PEERS):
-        claims.received(str(number), b"f", 0, 0.0)
-    assert len(claims) == MAX_PEERS
 
 
 def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):

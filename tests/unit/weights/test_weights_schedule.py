@@ -1,4 +1,4 @@
-"""When which fragment is due, and what of it: training steps and names, nothing else."""
+"""The schedule of outer steps, in training steps and tensor names."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ EVERY = 16
 
 
 def took(schedule, fragment, names, step):
-    """A partner has `names`. What took its outer step."""
+    """Take an outer step with a partner that has `names`. Return the names that took it."""
     taken = schedule.takes(fragment, names)
     taken = taken if schedule.leaves(fragment, taken) else HELD[fragment]
     schedule.stepped(fragment, taken, HELD[fragment], step)
@@ -66,7 +66,7 @@ def test_leftover_blocks_rejoin_their_fragment():
     assert took(schedule, 0, ["a0"], 40) == ["a0"]
 
 
-def test_the_rest_of_a_fragment_that_is_due_next_is_not_sought_by_itself():
+def test_rest_of_the_next_fragment_is_not_due_alone():
     schedule = OuterSchedule(EVERY, 2)
     assert schedule.due(8) == 0
     took(schedule, 0, HELD[0], 9)
@@ -93,7 +93,7 @@ def test_seeks_one_partner_at_a_time():
 @pytest.mark.parametrize(
     ("every", "leaves"), [(2 * LEAST_GAP, True), (2 * LEAST_GAP - 1, False), (1, False)]
 )
-def test_where_outer_steps_follow_each_other_closely_nothing_is_left(every, leaves):
+def test_close_outer_steps_leave_no_rest(every, leaves):
     assert OuterSchedule(every, 2).leaves(0, ["a0"]) is leaves
 
 

@@ -9,18 +9,26 @@ import trio
 
 from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import exchange, local
-from swarmnode.weights.discovery import edge_rank, epoch_bucket, partner_order
+from swarmnode.weights.discovery import (
+    ASK_SECONDS,
+    FRESH_SECONDS,
+    MAX_PEERS,
+    edge_rank,
+    epoch_bucket,
+    partner_order,
+)
 from swarmnode.weights.exchange import (
     LIE_SECONDS,
     LONGEST_BACKOFF_SECONDS,
-    MOST_SWAPS,
     PARTNERS,
     REMEMBERED_SWAPS,
     PeerBackoff,
 )
+from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.messages import (
     Accepted,
     Busy,
+    Here,
     Payload,
     Ready,
     Refused,
@@ -28,7 +36,17 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
-from tests.support.swaps import BLOCKS, DELAY, EVERY, Hostile, Party, averaged, solo_steps, swarm
+from tests.support.swaps import (
+    BLOCKS,
+    DELAY,
+    EVERY,
+    Hostile,
+    Hub,
+    Party,
+    averaged,
+    solo_steps,
+    swarm,
+)
 
 
 def hostile(*ways, every=0.0):
@@ -98,7 +116,7 @@ async def test_crossing_proposals_become_one_swap(first, autojump_clock):
 
 
 async def test_an_accepted_swap_satisfies_the_pending_step(autojump_clock):
-    """The search of b has found everybody busy and pauses, when a peer proposes to it."""
+    """A peer proposes to b while its search pauses because all peers are busy."""
     async with swarm({"a": Party, "b": Party}, every=EVERY) as parties:
         a, b = parties["a"], parties["b"]
         a.may_accept = False
@@ -127,7 +145,7 @@ async def test_three_busy_peers_make_a_solo_step(autojump_clock):
 async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 1.0))[0]
+        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
         parties[first].may_accept = False
         me.due()
         await settled(me)
@@ -139,11 +157,11 @@ async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
 async def test_a_peer_that_does_not_answer_is_skipped(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 1.0))[0]
+        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
         me._hub.handlers[first] = silent
         me.due()
         await trio.sleep(exchange.PROPOSE_SECONDS + 2 * DELAY)
-        assert first not in me.exchange._order(local.OuterStepDue(0, 20, 1.0)), "in backoff"
+        assert first not in me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)), "in backoff"
         await settled(me)
         assert me.outcome("unreachable") == 1
         assert sum(me.applied.values()) == 1
@@ -198,7 +216,7 @@ async def test_a_payload_an_interval_old_is_refused(autojump_clock):
         assert await payload(a, "b", name) == Refused(name, "over")
 
 
-async def test_a_question_for_a_payload_waits_for_it(autojump_clock):
+async def test_payload_request_is_held_until_it_is_ready(autojump_clock):
     async with swarm({"a": Party, "b": hostile("silent")}) as parties:
         a = parties["a"]
         a.encodes_in = exchange.POLL_SECONDS + 0.5
@@ -266,7 +284,7 @@ async def test_an_offer_lasts_as_long_as_slow_partners_need(autojump_clock, monk
     ("way", "cause"),
     [("silent", "no_payload"), ("denies", "withdrawn"), ("trickles", "timeout")],
 )
-async def test_a_useless_partner_costs_one_try(way, cause, autojump_clock):
+async def test_failed_partner_costs_one_try(way, cause, autojump_clock):
     async with swarm({"a": Party, "z": hostile(way)}) as parties:
         a = parties["a"]
         a.due()
@@ -274,7 +292,7 @@ async def test_a_useless_partner_costs_one_try(way, cause, autojump_clock):
         assert a.failures == {cause: 1}
         assert (a.outcome("failed"), a.outcome("applied"), solo_steps(a)) == (1, 0, 1)
         assert a.to_trainer[1] == local.DropExchange(a.to_trainer[0].session)
-        assert a.exchange._order(local.OuterStepDue(0, 20, 1.0)) == [], "it is left alone"
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == [], "it is left alone"
         assert not a.rejected, "an honest partner can crash"
 
 
@@ -350,7 +368,7 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         ), "b may still be fetching"
 
 
-async def test_a_late_copy_of_ours_blames_nobody(autojump_clock):
+async def test_late_own_copy_blames_no_peer(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.encodes_in = 1e6
@@ -374,7 +392,7 @@ async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
         assert a.failures == {"local": 1}
 
 
-async def test_a_trainer_that_never_judges_is_given_up(autojump_clock):
+async def test_trainer_without_a_verdict_times_out(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.judges_in = 1e6
@@ -405,7 +423,7 @@ async def test_a_trainer_that_leaves_ends_everything(after, autojump_clock):
         await settled(b)
 
 
-async def test_a_claim_that_is_answered_by_another_message_is_a_lie(autojump_clock):
+async def test_wrong_answer_to_a_claim_costs_reputation(autojump_clock):
     async def answer(peer, data):
         return encode_message(Refused(bytes(16), "over"))
 
@@ -480,14 +498,14 @@ async def test_a_partner_far_behind_gains_nothing(autojump_clock):
         assert not a.accepted
 
 
-async def test_a_reverted_partner_is_left_alone(autojump_clock):
+async def test_reverted_partner_is_in_backoff(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.due()
         await settled(a)
         a.exchange.reverted("b")
         assert a.exchange.statistics.judged["reverted"] == 1
-        assert a.exchange._order(local.OuterStepDue(0, 20, 1.0)) == []
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == []
 
 
 async def test_one_fragment_accepts_one_swap_per_quarter_interval(autojump_clock):
@@ -516,17 +534,17 @@ async def test_one_peer_is_accepted_once_in_its_share(autojump_clock):
         assert 0 < answer.retry_seconds <= 0.8 * EVERY
 
 
-async def test_a_peer_that_said_for_how_long_is_asked_last(autojump_clock):
+async def test_busy_peer_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 1.0)
+        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         first, second = me.exchange._order(due)
         me.exchange._partner(first).busy_until = trio.current_time() + 60.0
         assert me.exchange._order(due) == [second, first]
 
 
-async def test_the_partner_of_the_last_swap_is_asked_last(autojump_clock):
+async def test_recent_partner_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}, every=EVERY) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 1.0)
+        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         me.exchange._step_seconds = 1.0
         first, second = me.exchange._order(due)
         me.exchange._partner(first).swapped_at = trio.current_time()
@@ -542,7 +560,7 @@ async def test_another_policy_is_refused_without_blame(autojump_clock):
         assert not a.rejected
 
 
-async def test_an_old_request_heard_again_opens_nothing(autojump_clock):
+async def test_repeated_request_is_refused(autojump_clock):
     async with swarm({"a": Party, "b": hostile("well")}) as parties:
         a = parties["a"]
         assert isinstance(a.exchange.answer("b", requested(a)), Accepted)
@@ -550,7 +568,7 @@ async def test_an_old_request_heard_again_opens_nothing(autojump_clock):
         assert a.exchange.answer("b", requested(a)) == Refused(requested(a).id, "over")
 
 
-async def test_what_is_remembered_is_bounded(autojump_clock):
+async def test_memory_of_peers_and_swaps_is_bounded(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         for number in range(PARTNERS + 5):
@@ -579,12 +597,46 @@ async def test_swaps_under_way_are_bounded(autojump_clock):
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", bytes(256), encode_message(Accepted(bytes(16), 0, b"\1"))]
 )
-async def test_garbage_costs_standing(data, autojump_clock):
+async def test_malformed_message_costs_reputation(data, autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         with pytest.raises(BadMessage):
             await a.exchange._serve("b", data)
         assert a.rejected == [("b", "weights_malformed")]
+
+
+@pytest.fixture
+def alone(autojump_clock):
+    """The discovery of a node that is connected to x and y, without their claims."""
+    parties = dict.fromkeys(("x", "y"))
+    return Party(Hub(), "a", parties, EVERY).discovery
+
+
+async def test_candidates_have_a_recent_claim_of_the_same_policy(alone):
+    claim = alone.claim()
+    alone.received("x", claim)
+    alone.received("y", Here(b"x" * 32, claim.outer_step, claim.blocks))
+    alone.received("stranger", claim)
+    assert alone.candidates() == ["x"]
+    await trio.sleep(FRESH_SECONDS)
+    assert alone.candidates() == []
+
+
+async def test_claims_are_requested_at_intervals(alone):
+    alone.received("x", alone.claim())
+    assert alone._peers_to_ask() == ["y"]
+    assert alone._peers_to_ask() == []
+    await trio.sleep(ASK_SECONDS)
+    assert alone._peers_to_ask() == ["x", "y"]
+    assert alone.candidates() == ["x"], "a claim is valid until the peer answers"
+    alone.forget()
+    assert alone._peers_to_ask() == ["x", "y"]
+
+
+async def test_claims_are_bounded(alone):
+    for number in range(2 * MAX_PEERS):
+        alone.received(str(number), alone.claim())
+    assert len(alone._claims) == MAX_PEERS
 
 
 def test_an_edge_has_one_rank_at_both_ends():
@@ -658,7 +710,7 @@ async def test_of_three_nodes_in_step_none_is_left_out(seed, step_seconds, autoj
             party.encodes_in = party.judges_in = party.sends_in = 0.1
         for _ in range(rounds):
             for party in parties.values():
-                party.due(step_seconds=step_seconds)
+                party.due(step_seconds=step_seconds, steps=seconds)
             await trio.sleep(seconds)
         for party in parties.values():
             await settled(party)

@@ -1,17 +1,27 @@
-"""Fetches the swarm's state from a neighbour, for a node that is new or has lost its disk.
+"""The state of a new node: φ of a neighbour, fetched (`StateSeeker`) and served (`StateServer`). No
+torch.
 
-    ask three neighbours for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ
-        ─▶ AdoptState ─▶ trainer, on probation
+    new node    ask three neighbours for signed manifests ─▶ `agreed_source` ─▶ fetch φ
+                ─▶ AdoptState ─▶ trainer, on probation
+    neighbour   request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign and offer the file
 
 A node that has trained never takes a state, because a peer could otherwise overwrite its weights. A
 node that has fallen behind catches up by swaps, each of which passes the gate.
+
+Replicas of a swarm are never equal, so neighbours cannot agree on hashes. They can agree on the
+progress of the swarm: at least two neighbours claim to have reached the second highest of the
+claimed outer steps, so a single liar cannot raise it. The state comes from a neighbour that claims
+exactly this outer step. Its tensors must have the hashes of that neighbour's manifest, and it stays
+on probation in the gate.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,30 +34,28 @@ from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.local import ADOPTIONS, PROOF, LocalReplica, SendToTrainer
-from swarmnode.weights.manifest import (
-    AGREE,
-    ASK,
+from swarmnode.weights.local import (
+    ADOPTIONS,
+    PROOF,
     STATE_CODEC,
-    StateManifest,
-    agreed_source,
-    check_manifest,
+    LocalReplica,
+    SendToTrainer,
+    TensorHash,
 )
 from swarmnode.weights.messages import (
+    HASH_BYTES,
     STATE_BYTES,
+    STATE_REQUEST_BYTES,
     StateRequest,
     StateResponse,
     decode_state,
     encode_message,
 )
-from swarmnode.weights.payload_store import PayloadStore, RemotePayload
-from swarmnode.weights.state_server import (
-    ANSWER_SECONDS,
-    MARGIN_SECONDS,
-    WRITE_SECONDS,
-    offer_seconds,
-)
-from swarmnode.wire import envelope, ids, strict
+from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload, offer_seconds
+from swarmnode.weights.rule import LARGEST_OUTER_STEP
+from swarmnode.wire import codec, envelope, ids, strict
+from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.fields import check_counter, check_length
 
 log = logging.getLogger(__name__)
 
@@ -309,3 +317,209 @@ class StateSeeker:
         finally:
             self._store.discard(path)
         return False
+
+
+# ---- serving -------------------------------------------------------------------------------------
+
+
+WRITE_SECONDS: Final = 30.0
+"""Time limit for the trainer to write its state, in addition to `writing_seconds`."""
+MARGIN_SECONDS: Final = 10.0
+ANSWER_SECONDS: Final = 400.0
+"""Longest time until an answer, reached at 16 billion weights."""
+KEEP_SECONDS: Final = 5.0
+KEEP_FACTOR: Final = 20.0
+"""A written state answers requests for `max(KEEP_SECONDS, KEEP_FACTOR × time to write it)`, so that
+requests cost the trainer at most one twentieth of its time."""
+MOST_STATES: Final = 2
+SMALL_BYTES: Final = 2**30
+"""Offered states take at most `max(SMALL_BYTES, MOST_STATES × size)` of disk."""
+
+
+class WrittenState(msgspec.Struct, frozen=True):
+    """A file with this node's slow weights, and its signed manifest."""
+
+    until: float
+    """End of the time in which it answers requests, on trio's clock."""
+    manifest: bytes
+    """A signed envelope."""
+    offer: PayloadOffer
+    """Offer to all peers. It uses none of the slots for partners."""
+
+
+class StateServer:
+    """Serves this node's slow weights φ to new neighbours, signed.
+
+    One file is written at a time, and one offer serves all requests for it. The signature binds
+    this node to its manifest: a receiver counts tensors with other hashes as a lie.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        credentials: Credentials,
+        replica: LocalReplica,
+        store: PayloadStore,
+        send_to_trainer: SendToTrainer,
+    ) -> None:
+        self.served = 0
+        """Number of manifests sent."""
+        self._network = network
+        self._credentials = credentials
+        self._replica = replica
+        self._store = store
+        self._send_to_trainer = send_to_trainer
+        self._state: WrittenState | None = None
+        self._kept: list[PayloadOffer] = []
+        """Offers of the written states."""
+        self._writing: trio.Event | None = None
+        """Set when the trainer has written the state; None while it writes none."""
+        self._asked_at = 0.0
+
+    def start(self) -> None:
+        self._network.requests.serve(
+            ids.WEIGHTS_STATE_PROTOCOL,
+            self._serve,
+            max_request_bytes=STATE_REQUEST_BYTES,
+            max_response_bytes=STATE_BYTES,
+            concurrent=8,
+            per_peer=1,
+            deadline=ANSWER_SECONDS,
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """True while the trainer writes a state. It makes no copies for swaps meanwhile."""
+        return (
+            self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
+        )
+
+    @property
+    def _write_seconds(self) -> float:
+        return min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)
+
+    def trainer_started(self) -> None:
+        self._state = self._writing = None
+
+    async def written(self, message: local.StateWritten) -> None:
+        """Sign and offer the state that the trainer has written."""
+        payload = await self._store.open(message.path)
+        if payload is not None:
+            manifest = StateManifest(
+                self._replica.state_fingerprint,
+                message.outer_step,
+                int(time.time() * 1000),
+                message.tensors,
+            )
+            signed = envelope.sign(
+                strict.encode(manifest),
+                self._credentials.key,
+                ids.DOMAIN_STATE,
+                self._credentials.swarm,
+            )
+            now = trio.current_time()
+            until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
+            offer = self._store.offer(payload, until + offer_seconds(payload.source.size), None)
+            self._state = WrittenState(until, codec.encode(signed), offer)
+            self._kept.append(offer)
+        if self._writing is not None:
+            self._writing.set()
+            self._writing = None
+
+    async def _serve(self, peer: str, data: bytes) -> bytes:
+        """Answer a request. Raises PeerError, which resets the stream."""
+        try:
+            request = decode_state(data)
+            if not isinstance(request, StateRequest):
+                raise BadMessage("schema", "not a request")
+        except BadMessage:
+            self._network.rejected(peer, "weights_malformed", PROOF)
+            raise
+        if self._replica.facts is None or request.fingerprint != self._replica.state_fingerprint:
+            raise PeerError("another policy")
+        state = await self._current()
+        offer = state.offer
+        if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
+            raise PeerError("the state has expired")
+        self.served += 1
+        return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
+
+    async def _current(self) -> WrittenState:
+        """Return a state that has not expired, or the last one if the disk has no room for another.
+        Raises PeerError if there is none."""
+        if self._state is None or (trio.current_time() >= self._state.until and self._has_room()):
+            if self._writing is None:  # one file for all waiting requests
+                self._writing, self._asked_at = trio.Event(), trio.current_time()
+                self._send_to_trainer(local.WriteState())
+            with trio.move_on_after(self._write_seconds):
+                await self._writing.wait()
+        if self._state is None:
+            raise PeerError("the state is not ready")
+        return self._state
+
+    def _has_room(self) -> bool:
+        """Return True if the disk may hold one more state. A large one is fetched for hours, and
+        further requests arrive meanwhile."""
+        self._kept = [offer for offer in self._kept if self._store.is_offered(offer)]
+        size = max((offer.size for offer in self._kept), default=0)
+        return sum(offer.size for offer in self._kept) + size <= max(
+            SMALL_BYTES, MOST_STATES * size
+        )
+
+
+# ---- manifest ------------------------------------------------------------------------------------
+
+
+ASK = 3
+"""Number of neighbours that are asked."""
+AGREE = 2
+"""Number of neighbours that must have reached the outer step of the state."""
+
+
+class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
+    """Description of a node's slow weights, sent in a signed envelope."""
+
+    fingerprint: bytes
+    """32 bytes."""
+    outer_step: int
+    created_at: int
+    """Unix time, milliseconds."""
+    tensors: list[TensorHash]
+    """Sorted by name."""
+
+
+def check_manifest(manifest: StateManifest, names: list[str]) -> None:
+    """Check that a manifest lists exactly the tensors `names`, sorted, with hashes of the right
+    length and counters in range.
+
+    Raises:
+        BadMessage: It does not (`bounds`).
+    """
+    check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
+    if [tensor.name for tensor in manifest.tensors] != sorted(names):
+        raise BadMessage("bounds", "tensors")
+    for tensor in manifest.tensors:
+        check_length("phi", tensor.phi, HASH_BYTES)
+    check_counter("outer_step", manifest.outer_step)
+    check_counter("created_at", manifest.created_at)
+
+
+def agreed_source(
+    manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE
+) -> str | None:
+    """Return the peer whose state should be taken, or None if fewer than `agree` compatible
+    neighbours made a plausible claim.
+
+    If several peers claim the agreed outer step, the lowest peer id is returned. The caller chooses
+    at random which peers it asks.
+    """
+    plausible = {
+        peer: m
+        for peer, m in manifests.items()
+        if m.fingerprint == fingerprint and m.outer_step <= LARGEST_OUTER_STEP
+    }
+    claims = sorted(((m.outer_step, peer) for peer, m in plausible.items()), reverse=True)
+    if len(claims) < agree:
+        return None
+    step = claims[agree - 1][0]
+    return min(peer for claimed, peer in claims if claimed == step)
