@@ -54,10 +54,10 @@ from swarmnode.config import Config
 from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.policy.engine import continuous
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.slots import Slots
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.slots import Slots
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate, ExternalGroup, answers
 from swarmnode.tasks import registry

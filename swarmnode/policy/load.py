@@ -34,10 +34,10 @@ from swarmnode.errors import DeviceError, StateError, Unavailable
 from swarmnode.install import install_command
 from swarmnode.policy.decode import pads
 from swarmnode.policy.device import Placement, fit, probe, set_up
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import Chat, vocabulary
 from swarmnode.policy.ways import rounding
 

@@ -24,7 +24,6 @@ from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import answered
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import (
@@ -39,6 +38,7 @@ from swarmnode.policy.logprobs import (
     takes_way,
 )
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows, widest_bound
 
 QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3. Answer: ")

@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
-from swarmnode.policy.engine.slots import PrefilledRow, Slots, prefill
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
+from swarmnode.policy.slots import PrefilledRow, Slots, prefill
 
 BURST = 16
 """Largest number of decoding steps in one call if no row ends. Weights are cast to the compute

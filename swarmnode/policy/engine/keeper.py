@@ -29,11 +29,11 @@ from swarmnode.policy.engine.protocol import (
     GenerationStatistics,
     Request,
 )
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher, is_oom
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.ways import Row, reason
 
 log = structlog.get_logger("swarmnode.trainer")

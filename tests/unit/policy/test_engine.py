@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.engine import continuous, slots
+from swarmnode.policy import slots
+from swarmnode.policy.engine import continuous
 from swarmnode.policy.engine.continuous import BURST, Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.slots import unsuited
 
 KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
 PROMPTS = [
@@ -96,6 +97,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
 def test_sorting_rows_changes_no_result(policies, monkeypatch):
     """Long and short prompts in turns, so that windows of rows would be of one width."""
     monkeypatch.setattr(slots, "ALIGNED", 1)
+    monkeypatch.setattr(slots, "WINDOWS_FROM", 1)
     sorts, real = [], slots.SlotLayer.reorder
     monkeypatch.setattr(
         slots.SlotLayer, "reorder", lambda *given: (sorts.append(given[1]), real(*given))[1]

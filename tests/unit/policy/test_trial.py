@@ -16,12 +16,12 @@ from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import answered, keeper
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.examine import examine
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.policy.trial import long_rows, try_loaded
 from swarmnode.policy.ways import Row
