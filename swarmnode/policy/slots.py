@@ -32,9 +32,10 @@ differ in length, and reading columns beyond a row's end is wasted work."""
 WINDOWS_FROM = 2**18
 """Number of keys beyond the rows' ends from which separate attention is faster. With fewer, the
 additional calls cost more than the reading."""
-SORT_FROM = 1.3
-"""Rows are sorted by length if attention reads more than this many columns per filled column. All
-active rows grow at the same rate, so only rows that start or end disturb the order."""
+SORT_FROM = 1.2
+"""Rows are sorted by length if attention reads more than this many times the columns that it reads
+with sorted rows. All active rows grow at the same rate, so only rows that start or end disturb the
+order."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -291,12 +292,10 @@ class Slots:
         Returns:
             The former slots in the new order, or None if the order is unchanged.
         """
-        windows = self._windows()
-        looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
-        if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
-            return None
         order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
-        if order == list(range(len(order))):
+        read = lambda windows: sum((rows.stop - rows.start) * width for rows, width in windows)
+        least = read(self._windows([self.lengths[slot] for slot in order]))
+        if read(self._windows(self.lengths)) <= SORT_FROM * least:
             return None
         self.keep(order)
         return order
@@ -307,21 +306,20 @@ class Slots:
         for layer in self._layers:
             layer.reorder(rows, max(self.lengths))
 
-    def _windows(self) -> list[Window]:
-        """Divide the slots into WINDOWS groups, each with the columns that its next step needs.
+    def _windows(self, lengths: Sequence[int]) -> list[Window]:
+        """Divide rows of `lengths` into WINDOWS groups, each with the columns that its next step
+        needs.
 
         Return a single group if launching kernels costs more than attention, or if transformers
         computes the attention.
         """
-        count, keys = len(self.lengths), self._layers[0].keys
-        whole = (slice(0, count), _rounded(max(self.lengths) + 1))
+        count, keys = len(lengths), self._layers[0].keys
+        whole = (slice(0, count), _rounded(max(lengths) + 1))
         if self._policy.device.type != "cpu" or not writes_out(self._policy):
             return [whole]
         parts = [slice(n * count // WINDOWS, (n + 1) * count // WINDOWS) for n in range(WINDOWS)]
         found = [
-            (rows, _rounded(max(self.lengths[rows]) + 1))
-            for rows in parts
-            if rows.start < rows.stop
+            (rows, _rounded(max(lengths[rows]) + 1)) for rows in parts if rows.start < rows.stop
         ]
         unread = sum((rows.stop - rows.start) * (whole[1] - width) for rows, width in found)
         is_worthwhile = unread * keys.shape[1] * keys.shape[3] >= WINDOWS_FROM
@@ -337,7 +335,7 @@ class Slots:
         shape = self._recorded.shape(count, longest)
         if shape is None:
             width = min(_rounded(longest), self._layers[0].keys.shape[2])
-            logits = self._step(tokens, places, width, self._windows())
+            logits = self._step(tokens, places, width, self._windows(self.lengths))
         else:
             self._resize(*shape)
             logits = self._recorded.step(self._step, tokens, places, shape)

@@ -102,7 +102,7 @@ def test_sorting_rows_changes_no_result(policies, monkeypatch):
     monkeypatch.setattr(
         slots.SlotLayer, "reorder", lambda *given: (sorts.append(given[1]), real(*given))[1]
     )
-    policy, prompts = policies["qwen2"], [PROMPTS[1], PROMPTS[2]] * 6
+    policy, prompts = policies["qwen2"], [PROMPTS[1], 4 * PROMPTS[2]] * 6
     samples = drained(submitted(engine_of(policy, Sampling(1, 40), tokens=1000), prompts))
     assert sorts
     rows = [(s.prompt_ids, c.ids) for s in samples.values() for c in s.completions]
