@@ -23,7 +23,7 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import (

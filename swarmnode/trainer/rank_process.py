@@ -30,12 +30,12 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
 from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
-from swarmnode.policy.engine.keeper import Keeper, keeper
 from swarmnode.policy.engine.protocol import (
     FinishedRequest,
     GenerationStatistics,
     Request,
 )
+from swarmnode.policy.engine.selector import EngineSelector, select_engine
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
@@ -128,7 +128,7 @@ class OtherRank:
         memory, updater = make_updater(config, self._policy, self._alive, setup.count)
         self._memory: Memory = memory
         self._updater: Updater = updater
-        self._keeper: Keeper | None = None
+        self._engine: EngineSelector | None = None
         self._seconds = 0.0
 
     def run(self) -> None:
@@ -175,7 +175,7 @@ class OtherRank:
                 )
             case StartGeneration(sampling, seed):
                 rng = self._policy.random_generator(seed)
-                self._keeper = keeper(
+                self._engine = select_engine(
                     self._policy,
                     self._memory.generation,
                     self._config.training.options,
@@ -197,7 +197,7 @@ class OtherRank:
 
     def _take_weights(self) -> None:
         parameters = [p.detach() for p in self._policy.trainable_parameters()]
-        with self._keeper.pause() if self._keeper is not None else contextlib.nullcontext():
+        with self._engine.pause() if self._engine is not None else contextlib.nullcontext():
             broadcast = lambda flat: dist.broadcast(flat, 0, async_op=True)
             in_buckets(parameters, broadcast, self._finish)
 
@@ -205,17 +205,17 @@ class OtherRank:
         finish(work, self._alive)
 
     def _advance(self, command: Advance) -> Advanced:
-        assert self._keeper is not None
+        assert self._engine is not None
         for number in command.cancel:
-            self._keeper.cancel(number)
+            self._engine.cancel(number)
         for request in command.submit:
-            self._keeper.submit(request)
+            self._engine.submit(request)
         while True:
             started = time.monotonic()
-            done = self._keeper.finished(command.version)
+            done = self._engine.finished(command.version)
             self._seconds += time.monotonic() - started
             self._alive()
-            statistics = self._keeper.statistics()
+            statistics = self._engine.statistics()
             last = not statistics.unfinished or self._connection.poll()
             answer = Advanced(done, statistics, self._seconds, last)
             if last:

@@ -305,9 +305,6 @@ class SharedGeneration:
         with self._own.pause():
             yield
 
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        return self._own.score(prompt_ids, ids)
-
     def ahead(self, count: int) -> int:
         return self._own.ahead(count)
 

@@ -16,7 +16,7 @@ docs/learning.md explains why this is not transformers' continuous batching.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -162,18 +162,6 @@ class Continuous:
             yield
         finally:
             self._heads.clear()
-
-    @torch.no_grad()
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        with self._policy.accelerator.autocast():
-            (head,) = prefill(self._policy, [prompt_ids])
-            slots, logits, out = Slots(self._policy), head.logits[None], []
-            slots.add(head)
-            for place, token in enumerate(ids):
-                out.append(float(torch.log_softmax(logits[0].float(), -1)[token]))
-                if place + 1 < len(ids):
-                    logits = slots.advance(torch.tensor([token], device=self._policy.device))
-        return out
 
     def ahead(self, count: int) -> int:
         return AHEAD * count

@@ -261,15 +261,6 @@ def test_a_whole_burst_returns_all_that_ended_in_it(policies, monkeypatch):
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampling_and_training_agree_on_given_text(policies, kind):
-    policy = policies[kind]
-    prompt, ids = policy.encode_prompt(PROMPTS[0]), policy.encode_prompt(PROMPTS[3])[:6]
-    assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(
-        score(policy, [(prompt, ids)], 1.0)[0], abs=BOUND
-    )
-
-
 def test_sliding_windows_are_not_for_slots(policies):
     assert "sliding" in unsuited(policies["mistral"])
     assert unsuited(policies["llama"]) == ""

@@ -8,7 +8,7 @@ import torch
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import logprobs, recorded, slots
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score

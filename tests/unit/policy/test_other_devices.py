@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher

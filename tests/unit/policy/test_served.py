@@ -17,8 +17,8 @@ from swarmnode.doctor import probes
 from swarmnode.policy.engine import served as served_module
 from swarmnode.policy.engine import servers
 from swarmnode.policy.engine.client import JsonClient, ServerFailed
-from swarmnode.policy.engine.keeper import keeper
 from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.selector import select_engine
 from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.servers import make_server
@@ -269,7 +269,7 @@ def server_first(stand_in, policy, directory):
         lambda: ServedWeights(server, policy, directory, lambda: None),
         lambda weights, how, rng: Served(server, weights, policy, how, lambda: None, rng, clock),
         sampling,
-        lambda: keeper(
+        lambda: select_engine(
             policy, MicroBatcher(4096), ["lockstep"], sampling, policy.random_generator(0)
         ),
         clock,

@@ -14,8 +14,8 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered, keeper
 from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.selector import answered, select_engine
 from swarmnode.policy.examine import examine
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
@@ -147,7 +147,7 @@ def test_a_trainer_whose_questions_are_all_too_long_ends(opened):
 @pytest.mark.parametrize("option", ["lockstep", "continuous"])
 def test_an_engine_refuses_a_prompt_without_room(opened, option):
     _, policy = opened("gpt2")
-    engine = keeper(
+    engine = select_engine(
         policy, MicroBatcher(4096), [option], Sampling(2, 8), policy.random_generator(0)
     )
     with pytest.raises(PromptTooLong, match="context of 64"):
