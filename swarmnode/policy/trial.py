@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import GroupSample, Sampling, generate
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import Policy, is_on_hub, load_policy
 from swarmnode.policy.logprobs import (
     PACKED_COLUMNS,
     WAYS,
@@ -342,7 +341,7 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
 
 def is_here(cfg: PolicyConfig) -> bool:
     """Return True if the model is on this machine already, so that a trial downloads nothing."""
-    if cfg.model == "embedded" or Path(cfg.model).expanduser().is_dir():
+    if not is_on_hub(cfg.model):
         return True
     from huggingface_hub import try_to_load_from_cache
 

@@ -357,14 +357,14 @@ class Updater:
             groups = [rows.groups[i] for i in indices]
             work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):
-                if sharing is None or alone:
-                    parts = [part for _, part in batcher.run(lengths, work, groups, _start_over)]
-                else:
-                    most = sharing.tokens(lengths)
-                    try:
-                        parts = batcher.run_shared(lengths, work, groups, most, sharing.take)
-                    except MemoryError:
-                        raise StartOver from None
+                try:
+                    if sharing is None or alone:
+                        parts = batcher.run_once(lengths, work, groups)
+                    else:
+                        most = sharing.tokens(lengths)
+                        parts = batcher.run_once(lengths, work, groups, most, sharing.take)
+                except MemoryError:
+                    raise StartOver from None
             return sum(parts, _no_sums())
 
         self._accelerated.zero_grad()
@@ -479,10 +479,6 @@ def _effective(totals: torch.Tensor) -> float | None:
     tokens, weights, squares = totals[4:7].tolist()
     share = effective_share(weights, squares, tokens)
     return None if share is None else _finite(share)
-
-
-def _start_over() -> None:
-    raise StartOver
 
 
 class _GroupFailed(Exception):
