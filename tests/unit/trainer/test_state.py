@@ -95,7 +95,7 @@ def test_replacing_a_state_does_not_affect_its_reader(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(state, "safe_open", opened)
-    counters, tensors = state.read(tmp_path, "f")
+    counters, tensors = state.read_file(tmp_path / state.FILE, "f")
     assert counters.step == 1
     assert all(
         torch.equal(tensor, expected[name]) for name, tensor in state.weights(tensors).items()
@@ -147,7 +147,7 @@ def test_foreign_state_names_its_settings(tmp_path):
             r" away"
         ),
     ):
-        state.read(tmp_path, state.owner(b"\x02" * 32, 0))
+        state.read_file(tmp_path / state.FILE, state.owner(b"\x02" * 32, 0))
 
 
 def test_generator_of_another_device_becomes_a_seed():
