@@ -234,7 +234,7 @@ def test_single_row_that_does_not_fit_is_an_error(policies, monkeypatch):
         engine.finished(0)
 
 
-def test_progress_is_said_at_every_step(policies):
+def test_progress_is_reported_at_every_step(policies):
     calls = []
     engine = submitted(
         engine_of(

@@ -127,7 +127,7 @@ def test_eos_is_in_the_ids_but_not_in_the_text(embedded):
         assert "<eos>" not in c.text
 
 
-def test_a_completion_that_is_cut_off_says_so(embedded):
+def test_truncated_completion_has_finish_length(embedded):
     groups = generate(embedded, PROMPTS, Sampling(8, 1), embedded.random_generator(3))
     cut = [c for g in groups for c in g.completions if c.ids != [embedded.eos_id]]
     assert cut

@@ -120,7 +120,7 @@ def test_bound_recovers_after_a_shortage():
     assert batcher.tokens == 320
 
 
-def test_passes_far_below_the_bound_say_nothing_of_it():
+def test_passes_far_below_the_bound_do_not_raise_it():
     batcher = MicroBatcher(320)
     passes(batcher, [10] * 32, 1, limit=100)
     passes(batcher, [10] * 2, 3 * CALM_PASSES)

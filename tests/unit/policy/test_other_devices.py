@@ -83,7 +83,7 @@ def test_sampling_and_scoring_make_no_float64_on_the_device():
     assert all(torch.allclose(each, found[0], atol=1e-4) for each in found)
 
 
-def test_the_rule_is_kept():
+def test_stand_in_refuses_float64_like_mps():
     with Mps(), pytest.raises(TypeError, match="MPS"):
         torch.zeros(2).square().double()
     with Mps():

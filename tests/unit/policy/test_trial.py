@@ -299,7 +299,7 @@ def test_a_model_that_cannot_train_is_refused(embedded, monkeypatch, harm):
     assert "\n" not in str(refused.value)
 
 
-def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
+def test_doctor_reports_why_a_model_cannot_train(tmp_path, embedded):
     model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
     config = Config(policy=PolicyConfig(model=str(model), devices="cpu"), training=TRAINING)
     facts = probes.device(config, trial=True)
@@ -309,7 +309,7 @@ def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
     assert "cannot be trained" in found.what
 
 
-def test_doctor_survives_whatever_a_model_raises(monkeypatch):
+def test_doctor_survives_any_error_of_a_model(monkeypatch):
     def spoilt(*args):
         raise AttributeError("conv_states")
 

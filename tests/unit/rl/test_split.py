@@ -32,7 +32,7 @@ def test_own_groups_never_fall_below_the_floor():
     assert split.own_groups == 2
 
 
-def test_a_burst_is_taken_however_quiet_it_was_before():
+def test_room_for_external_groups_stays_constant():
     split = AdaptiveSplit(8)
     for _ in range(50):
         split.observe(0)

@@ -212,7 +212,7 @@ def test_full_disk_is_reported_and_frees_earlier_states(tmp_path, monkeypatch):
     saver.close()
 
 
-def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
+def test_few_earlier_states_are_kept_at_growing_intervals(tmp_path, clock):
     source = Source()
     saver = Saver(tmp_path, history_seconds=900.0)
     saver.start()

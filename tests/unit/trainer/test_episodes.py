@@ -245,12 +245,12 @@ def test_a_text_that_names_no_tools_is_itself(text):
 
 
 @pytest.mark.parametrize("form", [FORM, '{"fields": {"tool_calls": {"open": "<"}}}'])
-def test_a_first_text_is_split_into_what_it_was_made_of(form):
+def test_first_text_is_split_into_tools_and_question(form):
     found = split(describe("What?\nNow.", [TOOL, TOOL], form))
     assert found == FirstText("What?\nNow.", form, (TOOL, TOOL))
 
 
-def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy, monkeypatch):
+def test_first_text_of_a_task_decides_about_the_template(policy, monkeypatch):
     monkeypatch.setattr(module, "task_version", lambda name: "v")
     strips = SHOWN + STRIPS_THINKING_BEFORE_A_USER.replace("<|im_end|>", CALLS)
     text = replace(policy, tokenizer=template(policy, strips))
@@ -575,7 +575,7 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
         assert len(row.sampled) == len(row.completion)
 
 
-def test_a_peers_episode_with_tools_is_rebuilt_as_its_author_wrote_it(policy):
+def test_a_peers_episode_with_tools_has_the_authors_ids(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = WITH_TOOLS
     policy = replace(policy, tokenizer=tokenizer)
@@ -620,6 +620,6 @@ def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
     assert not judgement.accepted
 
 
-def test_what_is_no_episode_is_handed_on(policy):
+def test_requests_outside_episodes_are_returned_unchanged(policy):
     one = FinishedRequest(7, GroupSample([1], [SampledCompletion([2], [-1.0], "a", "eos")]))
     assert Episodes(continuous(policy), policy, Walk()).play([one], 0) == ([one], [])

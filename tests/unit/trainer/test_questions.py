@@ -53,7 +53,7 @@ def test_number_determines_the_question():
     assert series(curriculum=True)[1][:5] == series(curriculum=True)[1][:5]
 
 
-def test_what_own_groups_earned_decides_what_is_asked():
+def test_own_rewards_decide_the_next_questions():
     questions, asked = series(curriculum=True, count=40)
     for _, ref in asked * 5:
         questions.answered(ref, [1.0, 0.0] if ref.difficulty == 1 else [0.0, 0.0])

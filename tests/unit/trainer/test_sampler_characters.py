@@ -60,7 +60,7 @@ def test_group_with_one_remaining_completion_is_not_shared():
     assert +Counter(drops.group.statistics().dropped) == {"charset": 1}
 
 
-def test_what_is_clean_is_shared_whole():
+def test_clean_groups_are_published_whole():
     drops = TrainerDrops()
     with capture_logs() as said:
         found = experience(["4", "5"], [1.0, 0.0], drops)

@@ -343,7 +343,7 @@ def test_a_damaged_kept_state_is_passed_over(tmp_path):
     assert torch.equal(weights(model), good)
 
 
-def test_what_the_operator_rolled_back_is_no_fallback(tmp_path):
+def test_rolled_back_state_is_no_fallback(tmp_path):
     kept_and_last(tmp_path, set_to("weights.0.bias", math.nan))
     history = tmp_path / rollback.HISTORY
     os.rename(history / "0.safetensors", history / rollback.UNDONE)

@@ -194,18 +194,18 @@ def rates(steps, **keys):
     return [learning_rate(cfg, step) for step in range(steps)]
 
 
-def test_the_learning_rate_is_constant_unless_told_otherwise():
+def test_learning_rate_is_constant_by_default():
     assert rates(50) == [2.0] * 50
 
 
-def test_the_learning_rate_warms_up_from_more_than_nothing():
+def test_warm_up_starts_with_a_positive_rate():
     warm = rates(30, options=["warmup"])
     assert warm[:20] == pytest.approx([2.0 * (step + 1) / (WARMUP_STEPS + 1) for step in range(20)])
     assert warm[20:] == [2.0] * 10
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_the_learning_rate_falls_as_transformers_has_it(name):
+def test_learning_rate_schedule_equals_transformers(name):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
@@ -245,12 +245,12 @@ def test_step_uses_the_given_learning_rate(base, rows):
         ["nonsense"],
     ],
 )
-def test_options_that_cannot_be_are_refused(options):
+def test_impossible_options_are_refused(options):
     with pytest.raises(ValueError, match="options"):
         TrainingConfig(options=options)
 
 
-def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
+def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
     """With a penalty too, which otherwise reaches every row; and a batch without that row is
     another one, since it is counted as a row."""
     cut = replace(
