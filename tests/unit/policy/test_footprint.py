@@ -115,7 +115,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak"
 )
 def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
     """Measured in a separate process by the kernel's peak resident set size."""

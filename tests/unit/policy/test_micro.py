@@ -214,9 +214,9 @@ def test_unknown_capacity_starts_small_and_doubles():
         sizes.append(batcher.tokens)
     assert sizes == [40, 80, 160]
     passes(batcher, [10] * 3, 3)
-    assert batcher.tokens == 160, "what is far below it says nothing"
+    assert batcher.tokens == 160, "passes far below the bound do not raise it"
     passes(batcher, rows, 2, limit=200)  # 160, then 320, which fails
     assert batcher.tokens == 160
     passes(batcher, rows, CALM_PASSES - 2, limit=200)
-    assert batcher.tokens == 160, "from then on as everybody"
+    assert batcher.tokens == 160, "after a shortage it recovers slowly"
     assert MicroBatcher(30, first=40).tokens == 30

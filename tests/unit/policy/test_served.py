@@ -375,7 +375,7 @@ def test_wait_for_a_silent_server_is_bounded(first):
     assert "/health" not in stand_in.asked, "a long step is no silence of the server's"
     clock.step = served_module.HEALTH_SECONDS + 1
     assert engine.finished(0) == []
-    assert stand_in.asked.count("/health") == 1, "it is asked whether it is there"
+    assert stand_in.asked.count("/health") == 1, "a health check is sent"
     with capture_logs() as said:
         assert len(drained(engine)) == 3
     assert [line["reason"] for line in took_over(said)] == ["timeout"]

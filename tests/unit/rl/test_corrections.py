@@ -1,4 +1,4 @@
-"""What an external group may weigh."""
+"""Weights and checks of external groups, and corrections of own ones."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a curriculum asks next. pytest tests/unit/rl/test_curricula.py"""
+"""The bucket that a curriculum chooses."""
 
 import random
 from collections import Counter
@@ -44,7 +44,7 @@ def test_prior_of_an_untried_bucket_is_the_mean_of_all():
         curriculum.own(bucket, bucket == buckets[0])
     assert curriculum.expected()[buckets[-1]] == pytest.approx((1 + 1) / (2 + 8))
     assert drawn(curriculum)[buckets[0]] > 0.2 * 2000, (
-        "one that taught is asked again before all others were tried"
+        "a useful bucket is preferred before all others were tried"
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss: what is clipped, what is averaged, and that parts add up to the whole."""
+"""The loss: clips, means, and sums over micro-batches."""
 
 import math
 from typing import get_args

@@ -268,7 +268,7 @@ def test_first_text_of_a_task_decides_about_the_template(policy, monkeypatch):
 
 
 def test_the_form_of_another_model_is_not_compiled(policy):
-    """It may have been written to hang who compiles it."""
+    """A response template of another model may hang the process that compiles it."""
     tokenizer = template(policy, WITH_TOOLS.replace("<tool_call>", "[CALL]"))
     form = {
         "start_anchor": "x",
@@ -331,7 +331,7 @@ def test_a_template_that_opens_the_thought_is_tested_with_the_rest(policy):
     assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-# ---- what is learnt from -------------------------------------------------------------------------
+# ---- trained tokens -------------------------------------------------------------------------
 
 MASKED = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1], [True] * 3 + [False] * 2 + [True] * 2)
 PLAIN = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1])
@@ -386,8 +386,7 @@ def test_lengths_of_episodes_are_those_of_their_turns():
 
 @pytest.mark.parametrize("batch", [16384, 60])
 def test_a_turn_goes_on_from_the_tokens_before_it(policy, batch):
-    """Whether its row was kept or is run again (batch: room for some rows only): what is recorded
-    is what training computes."""
+    """Rows are kept between turns, or run again if the batch has room for some rows only."""
     engine = continuous(policy, batch=batch)
     episodes = Episodes(engine, policy, Walk())
     ((group,), failed) = finished(episodes, engine)

@@ -67,7 +67,7 @@ def test_full_step_without_sharing_makes_no_calls():
 
 
 def only_the_honest(groups, *_, quota, rescore):
-    """A judge that refuses whatever is not of `honest`."""
+    """A judge that accepts only the groups of `honest` peers."""
     judged = Judgement(
         outcomes=[
             (group, "used" if group.peer.startswith("honest") else "surprise") for group in groups

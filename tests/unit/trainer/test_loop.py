@@ -78,7 +78,7 @@ async def test_lone_trainer_learns_and_publishes_its_groups(tmp_path):
     assert max(report.replayed_groups for report in network.reports) > 0
     # of two fragments, after 25 steps of 50
     assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]
-    # nobody has found a partner for it
+    # no partner was found for it
     assert last.weights.outer_step == last.weights.exchanges_total == 0
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)

@@ -65,7 +65,7 @@ def learnt(text, verifier):
     row = after.rows[0]
     assert row.prompt + row.completion == [1, *map(ord, text), END]
     assert len(after.old_logprobs[0]) == len(row.completion)
-    assert after.learnt[1] == 2, "an answer that earned nothing is left alone"
+    assert after.learnt[1] == 2, "an answer without a reward is not shortened"
     return after.learnt[0], "".join(map(chr, row.completion[: after.learnt[0]]))
 
 

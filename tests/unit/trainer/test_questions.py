@@ -62,7 +62,7 @@ def test_own_rewards_decide_the_next_questions():
     evidence = questions.evidence()
     assert evidence.keys() == signals.keys()
     assert evidence["rg/gcd 1"] == pytest.approx(10.0, abs=0.1), "about the last ten groups"
-    assert series()[0].evidence() == {}, "where all are asked alike nothing is expected"
+    assert series()[0].evidence() == {}, "no expectations without a curriculum"
     later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
     assert later[1] > 140
 

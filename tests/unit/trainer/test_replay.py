@@ -72,7 +72,7 @@ def test_oldest_groups_are_discarded_beyond_the_token_limit(monkeypatch):
     kept.store([group(3, tokens=12)], step=1)
     assert names(kept.take(8)) == [3, 2]
     kept.store([group(4, tokens=400)], step=2)
-    assert len(kept) == 0, "what is longer than all that is kept is not kept either"
+    assert len(kept) == 0, "a group above the limit is not stored"
 
 
 def test_disabled_buffer_stays_empty():

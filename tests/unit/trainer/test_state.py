@@ -314,7 +314,7 @@ def test_damaged_state_falls_back_to_an_earlier_one(tmp_path, damage):
     assert torch.equal(weights(model), good)
     step(model, optimizer, rng)
     assert bool(torch.isfinite(weights(model)).all())
-    # the next start finds the good one, whatever is saved until then
+    # the next start finds the good state, even if nothing is saved until then
     assert state.restore(tmp_path, *make(seed=2), "f").step == 1
     assert (tmp_path / rollback.DAMAGED).read_bytes() == damaged
 

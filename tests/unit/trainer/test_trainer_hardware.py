@@ -77,7 +77,7 @@ async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     assert first[-1].oom_retries_total > 0
     limit = first[-1].generation_tokens
     assert 0 < limit < 16384
-    assert first[-1].micro_batch_tokens > limit, "a shortage in generation says nothing of training"
+    assert first[-1].micro_batch_tokens > limit, "a shortage in generation does not bound training"
     assert allocator.failures == first[-1].oom_retries_total
 
     allocator.failures = 0

@@ -123,7 +123,7 @@ def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
 
 
 def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
-    """Four times as long as ours is what admission takes."""
+    """Admission accepts rows of up to four times the own length."""
     third = TrainingGroup(
         [
             Row(prompt, completion[:-1] * 90 + completion[-1:])
@@ -308,7 +308,7 @@ def test_float16_overflow_lowers_the_scale(base, rows):
                 start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
             )
     assert not stepped[0]
-    assert stepped[-1], "the scale stays where it overflows"
+    assert stepped[-1], "an overflow keeps the scale"
     assert stepped == sorted(stepped)
 
 
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
     before = flat(policy)
     done = Updater(policy, TrainingConfig(), MicroBatcher(10_000)).update(rows)
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
-    assert not done.refused, "ours is not finite either"
+    assert not done.refused, "the own gradient is not finite either"
     assert torch.equal(flat(policy), before)
 
 
