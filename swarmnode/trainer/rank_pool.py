@@ -345,7 +345,7 @@ class RankPool:
             self._shared.start_taking()
             for rank in self.others:
                 self.tell(rank, command)
-            others = lambda: [each.unpack() for each in self.answers(Accumulated).values()]
+            others = lambda: [each.sums for each in self.answers(Accumulated).values()]
             yield MicroBatchQueue(self._shared, self.count, others)
 
     def add_gradients(self) -> None:

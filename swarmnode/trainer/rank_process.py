@@ -236,7 +236,7 @@ class OtherRank:
         sums = self._updater.accumulate(command.rows, selection, sharing)
         if command.marks and not selection.external:
             self._updater.probe.mark()
-        return Accumulated(sums.own.tolist(), sums.external.tolist(), card_uses(self._policy))
+        return Accumulated(sums, card_uses(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -357,13 +357,8 @@ class Scores(Answer, frozen=True):
 
 
 class Accumulated(Answer, frozen=True):
-    own: list[float]
-    external: list[float]
+    sums: Sums
     cards: list[CardUse]
-
-    def unpack(self) -> Sums:
-        own, external = (torch.tensor(x, dtype=torch.float64) for x in (self.own, self.external))
-        return Sums(own, external)
 
 
 class Failed(Answer, frozen=True):
