@@ -38,7 +38,6 @@ from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.checkpoints import Checkpoints
-from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
 from swarmnode.trainer.episodes import check_template
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
@@ -52,6 +51,7 @@ from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.trainer.reporting import (
     Reporter,
     StepResult,
+    WinningAnswers,
     measures,
     reward_by_task,
     rounded,

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,10 @@ from swarmnode.link.client import Link
 from swarmnode.link.messages import Report
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.tasks.answers import extract
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.verifiers import MAJORITY, ballot
 from swarmnode.trainer.batch import TrainingGroup, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine
@@ -212,3 +216,37 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+WINDOW = 64
+"""Number of latest own groups whose winning answers are compared."""
+FEWEST = 32
+"""Least number of winning answers for a report."""
+
+
+class WinningAnswers:
+    """Winning answers of the node's latest groups that were judged by vote.
+
+    The verifier `majority` has no right answers. A policy earns all of its reward with one answer
+    to every question, and held-out rows without right answers do not show it. `top_share` does.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[str] = deque(maxlen=WINDOW)
+
+    def sampled(self, groups: Sequence[OwnGroup]) -> None:
+        """Add the own groups of a step. Groups of other verifiers are ignored."""
+        for group in groups:
+            spec = TASKS.get(group.task.id)
+            if spec is None or spec.generator != MAJORITY or not any(group.rewards):
+                continue
+            winner = group.completions[group.rewards.index(max(group.rewards))]
+            self._latest.append(ballot(extract(winner.text, spec.extract, spec.fallback)))
+
+    @property
+    def top_share(self) -> float | None:
+        """Share of the winning answers that are the most frequent one; None with too few groups."""
+        if len(self._latest) < FEWEST:
+            return None
+        ((_, count),) = Counter(self._latest).most_common(1)
+        return count / len(self._latest)

@@ -49,7 +49,9 @@ def test_control_character_excludes_only_its_completion(character):
     assert group.rewards == [1.0, 0.0, 0.0, 1.0], "the policy is trained away from it"
     assert [c.text for c in shared.completions] == ["4", "5", "4\n\t"]
     assert shared.rewards == [1.0, 0.0, 1.0]
-    assert [line["reason"] for line in said if "reason" in line] == ["charset"], "the operator sees it"
+    assert [line["reason"] for line in said if "reason" in line] == ["charset"], (
+        "the operator sees it"
+    )
 
 
 def test_group_with_one_remaining_completion_is_not_shared():
