@@ -30,11 +30,7 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
 from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
-from swarmnode.policy.engine.protocol import (
-    FinishedRequest,
-    GenerationStatistics,
-    Request,
-)
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
 from swarmnode.policy.engine.selector import EngineSelector, select_engine
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
@@ -45,20 +41,9 @@ from swarmnode.process import die_with_parent
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.swarm.manifest_store import load_current
 from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.engine import (
-    Memory,
-    card_uses,
-    make_updater,
-    open_policy,
-)
+from swarmnode.trainer.engine import Memory, card_uses, make_updater, open_policy
 from swarmnode.trainer.judge import RowScores
-from swarmnode.trainer.update import (
-    PeersFailed,
-    RowSelection,
-    StartOver,
-    Sums,
-    Updater,
-)
+from swarmnode.trainer.update import PeersFailed, RowSelection, StartOver, Sums, Updater
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -84,8 +69,8 @@ class Setup:
     config: str
     rank: int
     count: int
-    device: str
     store: str
+    """Path of the file for torch.distributed's rendezvous."""
 
 
 def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:

@@ -47,16 +47,14 @@ The bias at that lag is 0.10 with `OWN_CORRECTION` (benchmarks/RESULTS.md)."""
 
 
 UNSHARED = {
-    "charset": "control characters in the text: it earns 0",
+    "charset": "the text contains control characters: its reward is 0",
     "special_ids": (
-        "a token that stands for no text (begin, padding, unknown) within the answer: no peer"
-        " trains on what it cannot read"
+        "the answer contains a token without text (begin, padding, unknown), which peers refuse"
     ),
     "context_full": (
-        "an episode that fills the model's context before it ends: no peer can tell that from one"
-        " that was left out"
+        "the episode filled the model's context before it ended: peers cannot verify that"
     ),
-    "too_long": "the actions of an episode are more than a message may hold",
+    "too_long": "the actions of the episode do not fit into a message",
 }
 """Explanation for the operator of each reason why a completion is not published."""
 
@@ -264,15 +262,15 @@ class Sampler:
         Raises:
             Unavailable: All questions are too long for the model.
         """
-        version, begun = self._counters.policy_version, 0
+        version, asked = self._counters.policy_version, 0
         self._too_long.clear()
         while len(self._ready) < count or self._too_old(version):
             missing = count + self._generation.ahead(count) - len(self._asked)
-            if missing > 0 and begun < DYNAMIC_FACTOR * count:
-                begun += missing
+            if missing > 0 and asked < DYNAMIC_FACTOR * count:
+                asked += missing
                 self._ask(missing)
             if not self._generation.statistics().unfinished:
-                if missing > 0 and begun < DYNAMIC_FACTOR * count:
+                if missing > 0 and asked < DYNAMIC_FACTOR * count:
                     continue
                 break
             done, failed = self._episodes.play(self._generation.finished(version), version)
@@ -288,8 +286,8 @@ class Sampler:
 
     def _too_old(self, version: int) -> bool:
         """Return True if an unfinished group would exceed MAX_LAG in the next step."""
-        begun = self._generation.statistics().oldest, self._episodes.oldest
-        return any(oldest is not None and version - oldest >= MAX_LAG for oldest in begun)
+        versions = self._generation.statistics().oldest, self._episodes.oldest
+        return any(oldest is not None and version - oldest >= MAX_LAG for oldest in versions)
 
     def _ask(self, count: int) -> None:
         numbered = [self._questions.next() for _ in range(count)]

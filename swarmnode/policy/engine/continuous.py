@@ -167,9 +167,9 @@ class Continuous:
         return AHEAD * count
 
     def statistics(self) -> GenerationStatistics:
-        begun = [group.since for group in self._groups.values() if group.since is not None]
+        versions = [group.since for group in self._groups.values() if group.since is not None]
         return GenerationStatistics(
-            self._steps, self._tokens, len(self._groups), min(begun, default=None)
+            self._steps, self._tokens, len(self._groups), min(versions, default=None)
         )
 
     # ---- one step --------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ class Continuous:
             + self._sampling.max_tokens
         )
         room = max(1, self._batcher.tokens // longest) - len(self._active)
-        begin = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        if not begin:
+        rows = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not rows:
             return
-        self._active += begin
-        self._in_memory(lambda: self._begin(begin))
+        self._active += rows
+        self._in_memory(lambda: self._begin(rows))
         wanted = {row.request for row in self._waiting}
         self._heads = {number: head for number, head in self._heads.items() if number in wanted}
 

@@ -64,11 +64,15 @@ def test_settings_of_a_missing_template_are_refused(tokenizer) -> None:
         ),
         ("{% if %}", {}, "the chat template of policy.model fails"),
         ("{{ messages[7].content }}", {}, "fails"),
-        (TEMPLATE, {"chat_template": "{{ 7 }}"}, "chat_template is no argument of a template"),
+        (
+            TEMPLATE,
+            {"chat_template": "{{ 7 }}"},
+            "chat_template is an argument of apply_chat_template",
+        ),
         (
             TEMPLATE,
             {"tokenize": True, "tools": "x"},
-            "tokenize, tools is no argument of a template",
+            "tokenize, tools is an argument of apply_chat_template",
         ),
     ],
 )
