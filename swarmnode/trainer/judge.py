@@ -198,12 +198,8 @@ def _weighed(
     correction: list[float] = []
     if outcome == "used":
         # The reported log-probabilities are at the sender's temperature.
-        their_temperature = group.group.sampling.temperature
-        comparable = (
-            own
-            if their_temperature == temperature
-            else _numbers(*_scored(score, [rows], their_temperature))
-        )
+        reported = group.group.sampling.temperature
+        comparable = own if reported == temperature else _numbers(*_scored(score, [rows], reported))
         at_sampled = [chosen for chosen, _ in _at_sampled(rows, comparable)]
         outcome, correction = compare(group, at_sampled, policy, checks)
     if outcome != "used":
