@@ -25,7 +25,7 @@ from swarmnode.errors import DeviceError, Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.device import BASE_BITS
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.footprint import Method, Shape, footprint
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy

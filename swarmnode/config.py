@@ -428,9 +428,9 @@ class TrainingConfig(Section):
     """Steps between two held-out evaluations. 0: 10 steps, or more if the evaluations would take
     more than 5 % of all sampled tokens."""
     save_every: Seconds = 60.0
-    """Seconds between two saves of weights and counters. 0: after every step. The optimizer's state
-    is saved with them if whole states are written at less than 1 TB per day; for a 3 B model it can
-    be 52 minutes old after a crash."""
+    """Seconds between two saves of the state. 0: after every step. At most 1 TB is written per day,
+    so that a large model that is trained without an adapter is saved less often: 3 B weights every
+    52 minutes."""
     max_steps: int = Field(default=0, ge=0)
     """Stop after this many steps. 0: never. A node with a later stage of a crew stops after its
     head."""

@@ -164,7 +164,7 @@ def _engine_failures(s: NodeSnapshot) -> dict[Labels, Number]:
     report = s.trainer.report
     if report is None:
         return {}
-    found: dict[Labels, Number] = {("own", "rebuilt"): report.engine_rebuilds}
+    found: dict[Labels, Number] = {("own", "failed"): report.engine_failures}
     if report.server is not None:
         found |= {("server", reason): count for reason, count in report.server.failures.items()}
     return found
@@ -472,7 +472,7 @@ TRAINING = (
         "swarmnode_engine_failures_total",
         "counter",
         _engine_failures,
-        "Failures of the engines that sample. `own`: the node's engine was rebuilt. `server`: the"
+        "Failures of the engines that sample. `own`: `continuous` failed. `server`: the"
         " node's engine took over from the inference server, by reason. The log has the details.",
         ("engine", "reason"),
         when=trainer_reports,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 from pydantic import BaseModel
@@ -30,7 +29,7 @@ from swarmnode.policy.device import (
     update_bytes,
 )
 from swarmnode.policy.fingerprint import weight_files
-from swarmnode.policy.load import check_optim, local_directory, offline
+from swarmnode.policy.load import check_optim, config_directory, is_on_hub, offline
 from swarmnode.policy.trial import is_here, try_policy
 from swarmnode.policy.ways import reason
 
@@ -114,27 +113,11 @@ def architecture(cfg: PolicyConfig) -> PretrainedConfig:
     Raises:
         Unavailable: The model does not exist.
     """
-    read = lambda directory: offline(
-        cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    )
-    on_hub = (
-        cfg.model != "embedded"
-        and not Path(cfg.model).expanduser().is_dir()
-        and cfg.model.count("/") <= 1
-    )
-    if on_hub and not cfg.model.startswith((".", "/", "~")):
-        from huggingface_hub import hf_hub_download
-
-        return read(
-            Path(
-                offline(
-                    cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision)
-                )
-            ).parent
-        )
-    with local_directory(cfg) as directory:
-        weight_files(directory)
-        return read(directory)
+    with config_directory(cfg) as directory:
+        if not is_on_hub(cfg.model):
+            weight_files(directory)
+        read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return offline(cfg, read)
 
 
 if __name__ == "__main__":

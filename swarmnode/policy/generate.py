@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from transformers import DynamicCache
 
-from swarmnode.policy.decode import decoder, left_padded, pads
+from swarmnode.policy.decode import Decoder, grow, pads
 from swarmnode.policy.model import Policy
+from swarmnode.policy.slots import fill, unsuited
 
+ROOM = 256
+"""Tokens for which memory is allocated at first. Most completions are much shorter than allowed."""
 BLOCK = 512
 """Number of tokens in one block of the vocabulary; sampling first draws a block."""
 CACHED_LOGITS = 2**18
@@ -79,8 +81,8 @@ def generate(
     """Sample G completions for each of Q prompts, given as texts or ids, in order.
 
     A completion ends at the latest where prompt and completion fill the model's context. When half
-    of the rows have ended, the model runs only on the others, if the decoder supports this (on a
-    CPU it does). This does not change the random numbers of any row.
+    of the rows have ended, the model runs only on the others. This does not change the random
+    numbers of any row.
 
     Args:
         alive: Called after every decoding step.
@@ -111,10 +113,6 @@ def _generate(
     """As `generate`, for prompt ids that can be run in one pass."""
     if not heads:
         return []
-    # With left padding the next position of every row is the last column. Positions count tokens
-    # without padding. Both are (Q, P).
-    ids, mask = left_padded(heads, policy.pad_id, policy.device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     num_generations = sampling.num_generations
     most = [policy.room(head, sampling.max_tokens) for head in heads]
     max_tokens = max(most)
@@ -128,12 +126,12 @@ def _generate(
     under_way = torch.arange(rows, device=policy.device)  # (n,) rows that the model is run on
     # Autocast encloses all steps, so that weights are cast to the compute dtype only once.
     with policy.accelerator.autocast():
-        cache = DynamicCache(config=policy.base.config)
-        # (n, V)
-        logits = policy.logits(ids, mask, positions, 1, cache)[:, -1].repeat_interleave(
-            num_generations, 0
-        )
-        advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
+        decoder: Decoder
+        if unsuited(policy):
+            decoder, logits = grow(policy, heads, num_generations, max_tokens - 1)
+        else:
+            columns = max(map(len, heads)) + min(max_tokens, ROOM)
+            decoder, logits = fill(policy, heads, num_generations, columns)  # logits (n, V)
         for step in range(max_tokens):
             # Numbers are drawn for all rows, so that they do not depend on which rows are active.
             uniform = uniforms(rows, generator).to(policy.device)[under_way]
@@ -146,10 +144,10 @@ def _generate(
             left = int(unfinished.sum())
             if step + 1 == max_tokens or not left:
                 break
-            if 2 * left <= len(under_way) and advance.keeps_rows:
+            if 2 * left <= len(under_way):
                 under_way, token = under_way[unfinished], token[unfinished]
-                advance.keep(unfinished.nonzero()[:, 0])
-            logits = advance(token)
+                decoder.keep(unfinished.nonzero()[:, 0].tolist())
+            logits = decoder.advance(token)
             alive()
 
     finished, sizes = stopped.tolist(), lengths.tolist()

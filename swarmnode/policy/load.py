@@ -34,10 +34,10 @@ from swarmnode.errors import DeviceError, StateError, Unavailable
 from swarmnode.install import install_command
 from swarmnode.policy.decode import pads
 from swarmnode.policy.device import Placement, fit, probe, set_up
-from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import Chat, vocabulary
 from swarmnode.policy.ways import rounding
 
@@ -159,11 +159,9 @@ def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             yield directory
         return
-    directory = Path(cfg.model).expanduser()
+    directory = download(cfg, fits) if is_on_hub(cfg.model) else Path(cfg.model).expanduser()
     if not directory.is_dir():
-        if cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1:
-            raise Unavailable(f"policy.model {cfg.model!r}: no such directory")
-        directory = download(cfg, fits)
+        raise Unavailable(f"policy.model {cfg.model!r}: no such directory")
     if not (directory / "config.json").is_file():
         raise Unavailable(f"policy.model {cfg.model!r}: no config.json in {directory}")
     yield directory
@@ -176,34 +174,36 @@ def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
     Raises:
         Unavailable: There is no such model.
     """
-    if (
-        cfg.model != "embedded"
-        and not Path(cfg.model).expanduser().is_dir()
-        and not cfg.model.startswith((".", "/", "~"))
-    ):
-        from huggingface_hub import hf_hub_download
-
-        yield Path(
-            offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
-        ).parent
+    if is_on_hub(cfg.model):
+        yield hub_config(cfg).parent
         return
     with local_directory(cfg) as directory:
         yield directory
 
 
+def is_on_hub(model: str) -> bool:
+    """Return True for the name of a Hub model, False for `embedded` and for a directory."""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return model != "embedded" and not is_path and not Path(model).is_dir()
+
+
+def hub_config(cfg: PolicyConfig) -> Path:
+    """Download config.json of a Hub model and return its path. Raises Unavailable."""
+    from huggingface_hub import hf_hub_download
+
+    fetch = lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision)
+    return Path(offline(cfg, fetch))
+
+
 def download(cfg: PolicyConfig, fits: bool = True) -> Path:
     """Download a Hub model and return its directory. config.json comes first, so that a model that
     does not fit is refused before its weights are downloaded."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    config_file = offline(
-        cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision)
-    )
+    directory = hub_config(cfg).parent
     if fits:
-        config = offline(
-            cfg,
-            lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False),
-        )
+        read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = offline(cfg, read)
         offline(cfg, lambda: fit(cfg, config, probe(cfg)))
     kinds = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     fetch = lambda: snapshot_download(

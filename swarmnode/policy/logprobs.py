@@ -83,6 +83,10 @@ checkpointing."""
 WAYS: tuple[Way, ...] = get_args(Way)
 
 
+Pack = tuple[int, list[int]]
+"""(index of the prompt, indices of its completions) in a packed row."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Columns of packed rows: a prompt followed by its completions, each without its last token."""
@@ -133,6 +137,21 @@ class Batch:
             starts.append(ends[owner])
             ends[owner] += length - 1
         return Layout(torch.tensor(starts, device=self.prompt_of.device), max(ends), min(prompts))
+
+    def part(self, some: Sequence[Pack]) -> Batch:
+        """Return a batch of some packed rows. Its prompts are one for each pack."""
+        owners, rows = [owner for owner, _ in some], [row for _, packed in some for row in packed]
+        width = int(self.prompt_mask[owners].sum(1).max())
+        length = int(self.completion_mask[rows].sum(1).max())
+        prompt_of = [number for number, (_, packed) in enumerate(some) for _ in packed]
+        return Batch(
+            self.prompt_ids[owners, -width:],
+            self.prompt_mask[owners, -width:],
+            torch.tensor(prompt_of, device=self.prompt_of.device),
+            self.completion_ids[rows, :length],
+            self.completion_mask[rows, :length],
+            self.sampled_mask[rows, :length],
+        )
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> Batch:
@@ -285,10 +304,6 @@ def fits_packed(policy: Policy, batch: Batch) -> bool:
     run = batch.prompt_ids.numel() + batch.completion_ids.numel()
     gain = PACKED_GAIN.get(batch.prompt_ids.device.type, PACKED_GAIN_ELSEWHERE)
     return run >= gain * real and takes_way(policy, "packed")
-
-
-Pack = tuple[int, list[int]]
-"""(index of the prompt, indices of its completions) in a packed row."""
 
 
 def packs(batch: Batch) -> list[Pack]:
@@ -510,35 +525,15 @@ def _row_by_row(
 
 
 def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """As `_one_pass`, but the completions of a prompt follow each other in packed rows. Each
-    completion attends to the prompt and itself."""
-    prompts = [
-        ids[mask.bool()] for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
-    ]
-    # the last token is dropped, because its prediction is not needed
-    answers = [
-        ids[:length]
-        for ids, length in zip(
-            batch.completion_ids, (batch.completion_mask.sum(1) - 1).tolist(), strict=True
-        )
-    ]
-    first, others = [torch.empty(0)] * len(answers), [torch.empty(0)] * len(answers)
+    """As `_one_pass`, in several passes: a prompt's completions may be in several packed rows."""
+    lengths = batch.completion_mask.sum(1).tolist()
+    first, others = [torch.empty(0)] * len(lengths), [torch.empty(0)] * len(lengths)
     for some in _passes_of(packs(batch), batch):
-        parts = [[prompts[owner], *(answers[row] for row in rows)] for owner, rows in some]
-        ids, segment, position = _laid_out(parts)
-        column = torch.arange(ids.shape[1], device=ids.device)
-        before = column <= column[:, None]  # (S, S)
-        # (B, S, S); padding is a segment of its own and sees itself and the prompt
-        sees = before & ((segment == -1)[:, None] | (segment[:, None] == segment[..., None]))
-        starts = [len(prompts[owner]) - 1 for owner, _ in some]  # last token of the prompt
-        keep = ids.shape[1] - min(starts)
-        outputs = _outputs(policy, ids, sees[:, None], position, keep)  # (B, keep, ·)
-        for made, start, (_, rows) in zip(outputs, starts, some, strict=True):
-            made = made[start - min(starts) :]
-            lengths = [len(answers[row]) for row in rows]
-            pieces = made[1 : 1 + sum(lengths)].split(lengths)
-            for row, piece in zip(rows, pieces, strict=True):
-                first[row], others[row] = made[:1], piece
+        part, rows = batch.part(some), [row for _, packed in some for row in packed]
+        outputs = _one_pass(policy, part, *part.completion_mask[:, 1:].nonzero(as_tuple=True))
+        pieces = outputs[len(rows) :].split([lengths[row] - 1 for row in rows])
+        for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+            first[row], others[row] = outputs[number : number + 1], piece
     return torch.cat([*first, *others])
 
 
@@ -554,31 +549,6 @@ def _passes_of(found: list[Pack], batch: Batch) -> list[list[Pack]]:
     fits = lambda pack: prompts[pack[0]] + sum(answers[r] for r in pack[1]) <= PACKED_COLUMNS
     short = [pack for pack in found if fits(pack)]
     return [*([short] if short else []), *([pack] for pack in found if not fits(pack))]
-
-
-def _laid_out(
-    parts: Sequence[Sequence[torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Concatenate a prompt and its completions for each row of `parts`.
-
-    Returns:
-        Token, segment and position of each column, all (B, S), padded on the right. The segment is
-        -1 in the prompt, the completion's index from 0, and -2 in padding. The positions of every
-        completion start right after the prompt.
-    """
-    width = max(sum(map(len, row)) for row in parts)
-    ids = parts[0][0].new_zeros(len(parts), width)
-    segment, position = torch.full_like(ids, -2), torch.zeros_like(ids)
-    for number, row in enumerate(parts):
-        counts = torch.tensor([len(part) for part in row])
-        end = int(counts.sum())
-        starts = (counts.cumsum(0) - counts - counts[0]).clamp(min=0)
-        segments = torch.arange(-1, len(row) - 1).repeat_interleave(counts)
-        columns = torch.arange(end) - starts.repeat_interleave(counts)
-        ids[number, :end] = torch.cat(list(row))
-        segment[number, :end] = segments.to(ids.device)
-        position[number, :end] = columns.to(ids.device)
-    return ids, segment, position
 
 
 def _one_pass(

@@ -150,98 +150,83 @@ class MicroBatcher:
         lengths: Sequence[int],
         work: Callable[[list[int]], T],
         groups: Sequence[int] | None = None,
-        restart: Callable[[], None] | None = None,
     ) -> list[tuple[list[int], T]]:
         """Run `work` on all micro-batches; return (row indices, result) of each.
 
         If memory runs out, the failed micro-batch is repeated in smaller pieces.
 
-        Args:
-            restart: If given, all micro-batches are repeated instead, after `restart()`. It has to
-                undo the effects of `work`: a failed backward pass has added some gradients.
-
         Raises:
             RowTooLarge: A single row does not fit into memory.
         """
-        for row, length in enumerate(lengths):
-            if self._longest is not None and length > self._longest:
-                raise RowTooLarge(row, length)
+        self._check(lengths)
         waiting = micro_batches(lengths, self.tokens, groups)
         largest = max((_padded(rows, lengths) for rows in waiting), default=0)
         done: list[tuple[list[int], T]] = []
         while waiting:
-            rows = waiting[0]
             try:
-                done.append((rows, work(rows)))
+                done.append((waiting[0], self._attempt(waiting[0], lengths, work)))
                 waiting.pop(0)
-                self.alive()
-                continue
-            except Exception as error:
-                if not is_oom(error):
-                    raise
-                if len(rows) == 1:
-                    self._longest = lengths[rows[0]] - 1
-                    raise RowTooLarge(rows[0], lengths[rows[0]]) from error
-            # Outside of the handler, because the exception's frames refer to tensors.
-            if restart is None:
-                self.ran_out(_padded(rows, lengths))
+            except MemoryError:
                 left = sorted(row for batch in waiting for row in batch)
-            else:
-                done = []
-                self.ran_out(_padded(rows, lengths))
-                restart()
-                left = list(range(len(lengths)))
-            some = None if groups is None else [groups[row] for row in left]
-            waiting = [
-                [left[i] for i in batch]
-                for batch in micro_batches([lengths[row] for row in left], self.tokens, some)
-            ]
-            largest = 0
+                some = None if groups is None else [groups[row] for row in left]
+                waiting = [
+                    [left[i] for i in batch]
+                    for batch in micro_batches([lengths[row] for row in left], self.tokens, some)
+                ]
+                largest = 0
         self.passed(largest)
         return done
 
-    def run_shared(
+    def run_once(
         self,
         lengths: Sequence[int],
         work: Callable[[list[int]], T],
-        groups: Sequence[int] | None,
-        tokens: int,
-        take: Callable[[list[list[int]]], Iterable[list[int]]],
+        groups: Sequence[int] | None = None,
+        most: int | None = None,
+        take: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
     ) -> list[T]:
-        """Run `work(row indices)` on this rank's share of the micro-batches; other ranks run the
-        rest.
+        """Run `work` on micro-batches without repeating any, because a failed backward pass has
+        added some gradients. Return the results.
 
         Args:
-            tokens: Maximum padded tokens of a micro-batch, unless the current bound is lower.
+            most: Largest number of padded tokens in a micro-batch, if the bound is higher.
             take: Receives all micro-batches and yields those that this rank runs.
 
         Raises:
             MemoryError: Memory ran out; the bound has been halved.
             RowTooLarge: A single row does not fit into memory.
         """
+        self._check(lengths)
+        batches = micro_batches(lengths, min(self.tokens, most or self.tokens), groups)
+        done = [self._attempt(rows, lengths, work) for rows in take(batches)]
+        self.passed(max((_padded(rows, lengths) for rows in batches), default=0))
+        return done
+
+    def _check(self, lengths: Sequence[int]) -> None:
+        """Raise RowTooLarge for a row that is known not to fit."""
         for row, length in enumerate(lengths):
             if self._longest is not None and length > self._longest:
                 raise RowTooLarge(row, length)
-        batches = micro_batches(lengths, min(self.tokens, tokens), groups)
-        done: list[T] = []
-        failed = 0
-        for rows in take(batches):
-            try:
-                done.append(work(rows))
-                self.alive()
-                continue
-            except Exception as error:
-                if not is_oom(error):
-                    raise
-                if len(rows) == 1:
-                    self._longest = lengths[rows[0]] - 1
-                    raise RowTooLarge(rows[0], lengths[rows[0]]) from error
-                failed = _padded(rows, lengths)
-            # Outside of the handler, because the exception's frames refer to tensors.
-            self.ran_out(failed)
-            raise MemoryError(f"out of memory with {failed} tokens")
-        self.passed(max((_padded(rows, lengths) for rows in batches), default=0))
-        return done
+
+    def _attempt(
+        self, rows: list[int], lengths: Sequence[int], work: Callable[[list[int]], T]
+    ) -> T:
+        """Run `work` on one micro-batch. Raises MemoryError and RowTooLarge, as `run_once`."""
+        try:
+            result = work(rows)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            if len(rows) == 1:
+                self._longest = lengths[rows[0]] - 1
+                raise RowTooLarge(rows[0], lengths[rows[0]]) from error
+        else:
+            self.alive()
+            return result
+        # Outside of the handler, because the exception's frames refer to tensors.
+        failed = _padded(rows, lengths)
+        self.ran_out(failed)
+        raise MemoryError(f"out of memory with {failed} tokens")
 
     def generate(
         self,

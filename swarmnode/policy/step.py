@@ -6,8 +6,8 @@ operations in sequence, for a single new token per row. Projections are still ca
 that adapters and quantised weights work. The rotary embedding is the model's own, so that every
 kind of RoPE scaling works.
 
-A trial checks once whether the step computes the same as the model (`ways.py`). Other kinds of
-models, and models that fail the trial, decode with transformers' forward pass.
+A trial checks once whether the step computes the same as the model (`slots.writes_out`). Other
+kinds of models, and models that fail the trial, decode with transformers' forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from swarmnode.policy.model import Policy
-from swarmnode.policy.ways import obstacle, sees_everything
+from swarmnode.policy.ways import sees_everything
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type` of the configurations whose forward pass equals the one below at every length; a
@@ -31,7 +31,17 @@ Window = tuple[slice, int]
 """A slice of rows, and the number of columns of the longest of them."""
 
 
-def next_logits(
+def obstacle_to_step(policy: Policy) -> str:
+    """Return the reason why the step below is not that of the model; empty if a trial decides."""
+    kind = policy.base.config.model_type
+    if kind not in MODEL_TYPES:
+        return f"not written for models of type {kind}"
+    if policy.is_spread:
+        return "its layers lie on several devices"
+    return "" if sees_everything(policy) else "a layer has a sliding window"
+
+
+def written_step(
     policy: Policy,
     token: torch.Tensor,
     mask: torch.Tensor | None,
@@ -39,48 +49,7 @@ def next_logits(
     cache: Cache,
     windows: Sequence[Window] = (),
 ) -> torch.Tensor:
-    """Return the logits (N, V) of the next token of each row.
-
-    Args:
-        token: (N, 1), the newest token of every row.
-        mask: (N, 1, 1, L), added to the attention scores; None: every row attends to all columns.
-        position: (N, 1), position of `token`.
-        cache: Keys and values, which are read and extended by one column.
-        windows: Groups of rows that attend separately, with their numbers of columns; empty for a
-            single group. transformers' forward pass ignores them.
-    """
-    if writes_out(policy):
-        return _step(policy, token, mask, position, cache, windows)
-    return policy.logits(token, mask, position, 1, cache)[:, -1]
-
-
-def writes_out(policy: Policy) -> bool:
-    """Return True if the step below computes the same as the model. The trial runs once."""
-    return not obstacle(policy, "written-out step", lambda: _gap(policy))
-
-
-def _gap(policy: Policy) -> float:
-    # imported here, because decoding imports this module
-    from swarmnode.policy.decode import FixedDecoder, decoding_gap
-
-    kind = policy.base.config.model_type
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"not written for models of type {kind}")
-    if policy.is_spread:
-        raise ValueError("its layers lie on several devices")
-    if not sees_everything(policy):
-        raise ValueError("a layer has a sliding window")
-    return decoding_gap(policy, FixedDecoder)
-
-
-def _step(
-    policy: Policy,
-    token: torch.Tensor,
-    mask: torch.Tensor | None,
-    position: torch.Tensor,
-    cache: Cache,
-    windows: Sequence[Window],
-) -> torch.Tensor:
+    """Return the logits (N, V) of the next token of each row; see `slots.next_logits`."""
     model: Any = policy.base
     rows = len(token)
     with policy.accelerator.autocast(), policy.bypassed():

@@ -54,11 +54,11 @@ class Chat:
                     " model, or unset it"
                 )
             return cls()
-        ours = inspect.signature(tokenizer.apply_chat_template).parameters
-        if taken := sorted(name for name in settings if name in ours):
+        reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+        if taken := sorted(name for name in settings if name in reserved):
             raise Unavailable(
-                f"policy.chat: {', '.join(taken)} is no argument of a template, but of what"
-                " applies it"
+                f"policy.chat: {', '.join(taken)} is an argument of apply_chat_template, not of the"
+                " template"
             )
         chat = cls(
             str(settings.get("system", "")),
@@ -66,7 +66,7 @@ class Chat:
         )
         try:
             encode_prompt(tokenizer, "What is 3 + 4?", chat)
-        except Exception as error:  # a template is a program, and may raise what it likes  # noqa: BLE001
+        except Exception as error:  # a template is a program and may raise anything  # noqa: BLE001
             why = " ".join(str(error).split())[:300] or type(error).__name__
             raise Unavailable(
                 f"the chat template of policy.model fails with this policy.chat: {why}"
@@ -185,8 +185,8 @@ class PolicyText:
         those that open a channel, a tool call or another turn.
         """
         silent = silent_ids(self.tokenizer, self.eos_ids)
-        spoken = [i for i in ids if i not in silent]
-        return str(self.tokenizer.decode(spoken, skip_special_tokens=False))
+        shown = [i for i in ids if i not in silent]
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
 
     def hides(self, ids: list[int]) -> bool:
         """Return True if completion ids contain a token that `decode` does not show, other than the
@@ -339,19 +339,19 @@ def shows_tools(
         if TOOL_CALL["name"] not in asked or _around(tokenizer, chat, [TOOL]) is None:
             return False
         written = _render(tokenizer, [*question, call], chat, [TOOL], answer=False)
-    except Exception:  # a template is a program, and may raise what it likes  # noqa: BLE001
+    except Exception:  # a template is a program and may raise anything  # noqa: BLE001
         return False
     if not written.startswith(asked):
         return False
     try:
         template = load_response_template(json.loads(form))
-        said = parse_response(written.removeprefix(asked), template, prefix="", tools=[TOOL])
+        parsed = parse_response(written.removeprefix(asked), template, prefix="", tools=[TOOL])
     except (ValueError, TypeError):
         return False
-    return [each["function"] for each in said.get("tool_calls") or []] == [TOOL_CALL]
+    return [each["function"] for each in parsed.get("tool_calls") or []] == [TOOL_CALL]
 
 
-@functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
+@functools.lru_cache(maxsize=8192)  # evaluations repeat the same questions
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()
 ) -> tuple[int, ...]:

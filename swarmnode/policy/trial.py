@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,10 +22,9 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
-from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import GroupSample, Sampling, generate
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import Policy, is_on_hub, load_policy
 from swarmnode.policy.logprobs import (
     PACKED_COLUMNS,
     WAYS,
@@ -39,6 +37,7 @@ from swarmnode.policy.logprobs import (
     takes_way,
 )
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows, widest_bound
 
 QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3. Answer: ")
@@ -342,7 +341,7 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
 
 def is_here(cfg: PolicyConfig) -> bool:
     """Return True if the model is on this machine already, so that a trial downloads nothing."""
-    if cfg.model == "embedded" or Path(cfg.model).expanduser().is_dir():
+    if not is_on_hub(cfg.model):
         return True
     from huggingface_hub import try_to_load_from_cache
 

@@ -2,7 +2,6 @@
 headers, without torch.
 
     trainer/state.safetensors              the last state
-    trainer/weights.safetensors            weights and counters saved since (`trainer.state`)
     trainer/history/<slot>.safetensors     earlier states (`trainer.checkpoints`)
     trainer/history/undone.safetensors     state that the last rollback replaced; rolling
                                            back to its step restores it
@@ -27,7 +26,6 @@ from swarmnode.errors import Unavailable
 from swarmnode.files import locked_data_dir, sync_directory
 
 STATE = "state.safetensors"
-WEIGHTS = "weights.safetensors"
 HISTORY = "history"
 UNDONE = "undone.safetensors"
 DAMAGED = "damaged.safetensors"
@@ -64,9 +62,7 @@ class StoredState:
 
 def list_states(trainer: Path) -> list[StoredState]:
     """Return all readable states in the trainer's directory, newest first."""
-    return _read_states(
-        [trainer / STATE, trainer / WEIGHTS, *(trainer / HISTORY).glob("*.safetensors")]
-    )
+    return _read_states([trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")])
 
 
 def used_counters(trainer: Path) -> list[StateCounters]:
@@ -95,7 +91,6 @@ def replace_damaged(trainer: Path, kept: Path) -> None:
     try:
         (trainer / DAMAGED).unlink(missing_ok=True)
         os.link(trainer / STATE, trainer / DAMAGED)
-        (trainer / WEIGHTS).unlink(missing_ok=True)
         _link_as_last(trainer, kept)
         sync_directory(trainer)
     except OSError as error:
@@ -122,8 +117,7 @@ def _read_states(paths: Iterable[Path]) -> list[StoredState]:
 
 def current_state(states: list[StoredState]) -> StoredState | None:
     """Return the state from which the trainer continues."""
-    found = [kept for kept in states if kept.path.name in (STATE, WEIGHTS)]
-    return max(found, key=lambda kept: (kept.counters.step, kept.path.name == STATE), default=None)
+    return next((kept for kept in states if kept.path.name == STATE), None)
 
 
 def _read_counters(path: Path) -> StateCounters:
@@ -156,7 +150,6 @@ def roll_back(data_dir: Path, step: int) -> StoredState:
         os.link(chosen.path, kept)  # the next line may replace the chosen file
         if (trainer / STATE).exists():
             os.replace(trainer / STATE, trainer / HISTORY / UNDONE)
-        (trainer / WEIGHTS).unlink(missing_ok=True)
         os.replace(kept, trainer / STATE)
         sync_directory(trainer / HISTORY)
         sync_directory(trainer)

@@ -9,8 +9,8 @@ Generation and backward passes continue during a save; only an optimizer step wa
 crash loses everything after the last state that is *on disk*. Therefore a snapshot is taken one
 step and one write before `save_every` seconds are over.
 
-The bytes per day of whole states are bounded, because they would wear out a disk within weeks. When
-the bound is reached, only weights and counters are saved, without the optimizer's moments.
+The bytes per day are bounded, because states of a large model would wear out a disk within weeks.
+When the bound is reached, states are saved less often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +46,8 @@ SLOTS, SPACING = 3, 4
 """Largest number of earlier states, and the ratio of their ages: up to 15 minutes, an hour, four
 hours."""
 BYTES_PER_DAY = 10**12
-"""Bound of whole states per day. A disk endures about 600 TB in total; 3 billion weights with their
-moments, saved every minute, are 52 TB a day."""
+"""Bound of what is saved per day. A disk endures about 600 TB in total; 3 billion weights with
+their moments, saved every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
 """Seconds. The amount that is allowed for AT_ONCE may be written at once, so that a small state
 never reaches the bound."""
@@ -59,24 +58,18 @@ class Saver:
 
     def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
         self.saved_step = 0
-        self.seconds = {True: 0.0, False: 0.0}
-        """Duration of the last write including the copy: True for a whole state, False for weights
-        only."""
+        self.seconds = 0.0
+        """Duration of the last write including the copy."""
         self.error: str | None = None
         """Error of the last write; None if it succeeded. Training continues in both cases."""
         self.written = 0
-        """Bytes of all whole states."""
-        self.weights_bytes = 0
-        """Size of the last state without moments."""
+        """Bytes of all states."""
         self._directory = directory
         self._history_seconds = history_seconds
         self._kept = 0
         self._kept_at = time.monotonic()
         self._condition = threading.Condition()
         self._snapshot: Snapshot | None = None
-        self._whole = True
-        self._outer: dict[str, weakref.ref[torch.Tensor]] = {}
-        """Tensors of the outer step in the last whole state."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="state", daemon=True)
 
@@ -99,14 +92,10 @@ class Saver:
                 if time.monotonic() < late:
                     alive()
 
-    def submit(self, snapshot: Snapshot, whole: bool = True) -> None:
-        """Write `snapshot` in the saver's thread. The saver must be idle.
-
-        Args:
-            whole: True to include the optimizer's moments.
-        """
+    def submit(self, snapshot: Snapshot) -> None:
+        """Write `snapshot` in the saver's thread. The saver must be idle."""
         with self._condition:
-            self._snapshot, self._whole = snapshot, whole
+            self._snapshot = snapshot
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -120,34 +109,23 @@ class Saver:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._snapshot is not None or self._closing)
-                snapshot, whole = self._snapshot, self._whole
+                snapshot = self._snapshot
             if snapshot is None:
                 return
             began = time.monotonic()
             try:
-                self._write(snapshot, whole)
+                state.write(self._directory, snapshot, self._keep)
+                self.written += (self._directory / state.FILE).stat().st_size
                 self.saved_step, self.error = snapshot.counters.step, None
             except (OSError, RuntimeError, MemoryError, StateError) as error:
                 # torch raises RuntimeError and MemoryError if the copy does not fit into memory.
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._remove_history()
-            self.seconds[whole] = time.monotonic() - began
+            self.seconds = time.monotonic() - began
             with self._condition:
                 self._snapshot = None
                 self._condition.notify_all()
-
-    def _write(self, snapshot: Snapshot, whole: bool) -> None:
-        if whole:
-            state.write(self._directory, snapshot, self._keep)
-            self._outer = {name: weakref.ref(tensor) for name, tensor in snapshot.outer.items()}
-            self.written += (self._directory / state.FILE).stat().st_size
-            return
-        unchanged = self._outer.keys() == snapshot.outer.keys() and all(
-            self._outer[name]() is tensor for name, tensor in snapshot.outer.items()
-        )
-        state.write_weights(self._directory, snapshot, with_outer=not unchanged)
-        self.weights_bytes = (self._directory / state.WEIGHTS_FILE).stat().st_size
 
     def _keep(self) -> None:
         """Keep the state that is about to be replaced, by a hard link, if the last kept state is
@@ -190,7 +168,7 @@ class Checkpoints:
     Use it as a context manager. Its exit waits until the last snapshot is on disk.
 
     Args:
-        bytes_per_day: Bound of whole states.
+        bytes_per_day: Bound of what is saved.
     """
 
     def __init__(
@@ -235,7 +213,7 @@ class Checkpoints:
         return self._saver.idle
 
     def finish(self, alive: Callable[[], None]) -> None:
-        """Save the whole state and wait until it is on disk. `alive` is called regularly."""
+        """Save the state and wait until it is on disk. `alive` is called regularly."""
         self._saver.wait(alive)
         self.save(last=True)
         self._saver.wait(alive)
@@ -246,47 +224,36 @@ class Checkpoints:
         A save is due if
 
         * the next opportunity, one step from now, plus a write would be later than `save_every`
-          seconds after the last snapshot, but not before half of `save_every`; or
+          seconds after the last snapshot, but not before half of `save_every`, and no more than
+          `bytes_per_day` has been saved; or
         * half of the group numbers that a restart skips are used up.
 
-        The snapshot has no moments while more has been written than `bytes_per_day` allows.
-
         Args:
-            last: True to save the whole state in any case.
+            last: True to save the state in any case.
         """
         now = time.monotonic()
         if last:
             self._saver.wait()
-        allowed = self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second
-        whole = last or allowed
-        ahead = min(now - self._last_call + self._saver.seconds[whole], self._save_every / 2)
+        ahead = min(now - self._last_call + self._saver.seconds, self._save_every / 2)
         self._last_call = now
-        due = now - self._taken_at + ahead >= self._save_every
+        due = now - self._taken_at + ahead >= self._save_every and self._may_write(now)
         due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
-            self._saver.submit(self._source.snapshot(self._rng, self._counters), whole)
-        self._report()
+            self._saver.submit(self._source.snapshot(self._rng, self._counters))
         if self._saver.error and now >= self._next_complaint:
             log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
             self._next_complaint = now + COMPLAIN_SECONDS
 
-    def _report(self) -> None:
-        """Log once how a state is saved that exceeds `bytes_per_day`."""
-        size = self._saver.weights_bytes
-        if not size or self._reported:
-            return
-        self._reported = True
-        daily = size * DAY / max(self._save_every, 1.0)
-        fields = {
-            "save_every": self._save_every,
-            "weights_gigabytes": round(size / 1e9, 1),
-            "terabytes_a_day": round(daily / 1e12, 1),
-        }
-        if daily <= self._bytes_per_second * DAY:
-            log.info("weights are saved more often than the optimizer's moments", **fields)
-        else:
+    def _may_write(self, now: float) -> bool:
+        """Return False while more has been written than `bytes_per_day` allows; log it once."""
+        if self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second:
+            return True
+        if not self._reported:
+            self._reported = True
             log.warning(
-                "saving weights this often wears out the disk; set training.save_every higher",
-                **fields,
+                "the state is large, saving it less often to spare the disk",
+                save_every=self._save_every,
+                terabytes_a_day=round(self._bytes_per_second * DAY / 1e12, 1),
             )
+        return False

@@ -31,8 +31,8 @@ from swarmnode.errors import DeviceError
 from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
+from swarmnode.policy.engine.selector import EngineSelector, answered, select_engine
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.servers import ServerStatistics, make_server
@@ -80,8 +80,8 @@ class EngineStatistics:
     """Present bound of the tokens of concurrent completions in generation."""
     oom_retries: int
     """Number of times that a micro-batch ran out of memory and was retried."""
-    engine_rebuilds: int = 0
-    """Number of times that the sampling engine failed, stopped or fell behind and was rebuilt."""
+    engine_failures: int = 0
+    """Number of times that the continuous engine failed and lockstep took over: 0 or 1."""
     engine: str = ""
     """Sampling engine: lockstep, continuous or served."""
     server: ServerStatistics | None = None
@@ -408,7 +408,7 @@ class WholePolicy:
         self._probe = probe
         self._owner = owner
         self._options = options
-        self._generation: Keeper | ServerFirst | None = None
+        self._generation: EngineSelector | ServerFirst | None = None
 
     @property
     def text(self) -> PolicyText:
@@ -422,7 +422,7 @@ class WholePolicy:
         )
         first = self._generation if isinstance(self._generation, ServerFirst) else None
         own = self._own()
-        rebuilds = own.rebuilds if own is not None else 0
+        failures = own.failures if own is not None else 0
         kind = own.choice.kind if own is not None else ""
         return EngineStatistics(
             policy.device,
@@ -431,13 +431,13 @@ class WholePolicy:
             training.tokens,
             generation.tokens,
             retries,
-            rebuilds,
+            failures,
             first.kind() if first is not None else kind,
             first.server() if first is not None else None,
             card_uses(self._policy),
         )
 
-    def _own(self) -> Keeper | None:
+    def _own(self) -> EngineSelector | None:
         """The own engine; None until it is first needed."""
         if isinstance(self._generation, ServerFirst):
             return self._generation.own
@@ -464,7 +464,7 @@ class WholePolicy:
             self._memory.generation,
             self._memory.generation.alive,
         )
-        own = lambda: keeper(policy, batcher, self._options, sampling, rng)
+        own = lambda: select_engine(policy, batcher, self._options, sampling, rng)
         if self._server is None:
             self._generation = own()
             return self._generation

@@ -173,8 +173,8 @@ class Episodes:
     @property
     def oldest(self) -> int | None:
         """Policy version of the oldest token of all episodes in progress."""
-        begun = [group.since for group, _ in self._of.values() if group.since is not None]
-        return min(begun, default=None)
+        versions = [group.since for group, _ in self._of.values() if group.since is not None]
+        return min(versions, default=None)
 
     def begin(self, number: int, ref: TaskRef, prompt: str) -> None:
         """Submit a question. Raises PromptTooLong."""
@@ -254,7 +254,7 @@ class Episodes:
                     self._continue(group, at, request)
         for _, places in moved:
             for request in dict.fromkeys(request for _, request in places):
-                self._generation.cancel(request)  # what was kept of it
+                self._generation.cancel(request)  # drops its keys and values
         return failed
 
     def _continue(self, group: EpisodeGroup, at: int, follows: int) -> None:

@@ -3,6 +3,8 @@ training never draws."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnode.config import TaskConfig, TrainingConfig
@@ -15,7 +17,6 @@ from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
-from swarmnode.trainer.measure import standard_error
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
@@ -35,6 +36,26 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
     return counters.step % STEPS_BETWEEN == 0 and has_budget
 
 
+def held_out_refs(task: str, count: int) -> list[TaskRef]:
+    """Return the first `count` held-out questions of a task, which cycle through its
+    difficulties."""
+    version, seed, levels = task_version(task), evaluation_seed(task), TASKS[task].levels
+    return [TaskRef(task, version, seed, i // levels, i % levels) for i in range(count)]
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of `values`; None for fewer than two.
+
+    The completions of one question are not independent: take the mean of each question first.
+    """
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(
+        math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    )
+
+
 @dataclass(frozen=True)
 class HeldOutReward:
     """A held-out reward."""
@@ -46,7 +67,7 @@ class HeldOutReward:
 
 
 class Evaluation:
-    """Evaluation on held-out questions, which cycle through a task's difficulties.
+    """Evaluation on held-out questions.
 
     The questions are generated once. Every evaluation samples with the same random numbers.
     """
@@ -62,15 +83,7 @@ class Evaluation:
         self._training = training
         self._scorer = scorer
         self._refs = [
-            TaskRef(
-                name,
-                task_version(name),
-                evaluation_seed(name),
-                index // TASKS[name].levels,
-                index % TASKS[name].levels,
-            )
-            for name in tasks.names
-            for index in range(tasks.held_out_per_task)
+            ref for name in tasks.names for ref in held_out_refs(name, tasks.held_out_per_task)
         ]
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts: list[str | None] = []

@@ -158,12 +158,12 @@ class Base:
 
 def _written(trainer: Path) -> float:
     """Return the time of the last save in Unix seconds; 0 without one."""
-    files = [trainer / name for name in (state.FILE, state.WEIGHTS_FILE)]
-    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    path = trainer / state.FILE
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> ExportRecord:
-    found = state.read(trainer, base.owner)
+    found = state.read_file(trainer / state.FILE, base.owner)
     if found is None:
         raise Unavailable(
             f"nothing to export: {trainer.parent} has no trained state yet; run the node first"

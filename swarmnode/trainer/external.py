@@ -48,28 +48,27 @@ class ExternalGroups:
         self._drops = drops or TrainerDrops().external
         self.quota = TokenQuota()
 
-    def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
-        """Publish the step's own groups, and judge peers' groups until the step's room is full.
-        Call `learnt` afterwards."""
+    def publish(self, own: Sequence[OwnGroup]) -> None:
+        """Send the step's own groups to the network process, if groups are shared."""
         for message in own:
             for completion in rewarded(message):
                 self.quota.own(message.task.id, unpack_ids(completion.token_ids).tolist())
-        room = self._plan.external_room
-        # A reserve replaces groups that will be refused; waiting groups are subtracted.
-        missing = room + reserve(room) - len(self._backlog)
-        ask = lambda count: self._link.request_external(count, policy_version, most_per_peer(room))
-        if missing > 0:
-            ask(missing)
-        if self._sharing.enabled:
-            for message in own:
+            if self._sharing.enabled:
                 self._link.send(message)
-        arrived = self._link.take_external(ANSWER_SECONDS) if room else []
 
-        def more(count: int) -> list[ExternalGroup]:
-            ask(count)
-            return self._link.take_external(ANSWER_SECONDS)
+    def pull(self, policy_version: int) -> Judgement:
+        """Request peers' groups and judge them until the step's room is full. Call `learnt`
+        afterwards."""
+        room = self._plan.external_room
 
-        judgement, left = judge_until_full(self._backlog + arrived, room, self._judge, more)
+        def request(count: int) -> list[ExternalGroup]:
+            if count > 0:
+                self._link.request_external(count, policy_version, most_per_peer(room))
+            return self._link.take_external(ANSWER_SECONDS) if room else []
+
+        # A reserve replaces groups that will be refused; waiting groups are subtracted.
+        arrived = request(room + reserve(room) - len(self._backlog))
+        judgement, left = judge_until_full(self._backlog + arrived, room, self._judge, request)
         self._backlog = left[: self._plan.groups]
         return judgement
 

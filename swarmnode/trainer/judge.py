@@ -193,13 +193,13 @@ def _weighed(
     Raises:
         GroupRefused: A check failed.
     """
-    ours = _numbers(scored)
-    outcome, weights = believe(group.rewards, _at_sampled(rows, ours), policy, checks)
+    own = _numbers(scored)
+    outcome, weights = believe(group.rewards, _at_sampled(rows, own), policy, checks)
     correction: list[float] = []
     if outcome == "used":
         # The reported log-probabilities are at the sender's temperature.
-        theirs = group.group.sampling.temperature
-        comparable = ours if theirs == temperature else _numbers(*_scored(score, [rows], theirs))
+        reported = group.group.sampling.temperature
+        comparable = own if reported == temperature else _numbers(*_scored(score, [rows], reported))
         at_sampled = [chosen for chosen, _ in _at_sampled(rows, comparable)]
         outcome, correction = compare(group, at_sampled, policy, checks)
     if outcome != "used":
@@ -207,7 +207,7 @@ def _weighed(
     weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
     was_cut = [completion.finish == "length" for completion in group.group.completions]
     parts = reward_parts(group.components, task_weights(group.group.task.id))
-    chosen = [each for each, _ in ours]
+    chosen = [each for each, _ in own]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
     # As for own completions, the old policy is the one at the start of the update. In bfloat16 this
@@ -289,17 +289,17 @@ def judge_until_full(
     """
     total, left, asked = Judgement(), list(groups), False
     while True:
-        lacking = room - len(total.accepted)
+        missing = room - len(total.accepted)
         taken = Counter(group.peer for group in total.accepted)
         alone = len({*taken, *(group.peer for group in left)}) <= 1
-        some, left = _first(left, lacking, room if alone else most_per_peer(room), taken)
+        some, left = _first(left, missing, room if alone else most_per_peer(room), taken)
         if some:
             judgement = judged(some)
             total.accepted += judgement.accepted
             total.outcomes += judgement.outcomes
             total.details |= judgement.details
-        elif lacking > 0 and len(total.accepted) < len(total.outcomes) and not asked:
-            left, asked = left + more(lacking + reserve(lacking)), True
+        elif missing > 0 and len(total.accepted) < len(total.outcomes) and not asked:
+            left, asked = left + more(missing + reserve(missing)), True
         else:
             return total, left
 
@@ -342,7 +342,7 @@ def rows_of(
         <= temperature * checks.temperature_factor
     ):
         raise GroupRefused("temperature")
-    if _is_ours(group, policy) and not all(
+    if _has_own_model(group, policy) and not all(
         c.token_ids and c.logprobs for c in group.group.completions
     ):
         raise GroupRefused("no_ids")
@@ -469,14 +469,14 @@ def compare(
     """
     completions = group.group.completions
     tokens = torch.tensor([float(max(len(row), 1)) for row in local])
-    ours = torch.tensor([sum(row) for row in local])
-    theirs = torch.tensor([c.logprob for c in completions])
+    own = torch.tensor([sum(row) for row in local])
+    reported = torch.tensor([c.logprob for c in completions])
     if (
-        not statistics.median(((ours - theirs).abs() / tokens).tolist())
+        not statistics.median(((own - reported).abs() / tokens).tolist())
         <= checks.spot_check_tolerance
     ):
         return "spot_check", []
-    if _is_ours(group, policy):
+    if _has_own_model(group, policy):
         packed = [x for c in completions for x in unpack_logprobs(c.logprobs).tolist()]
         if not spot_check(
             torch.tensor([x for row in local for x in row]),
@@ -486,7 +486,7 @@ def compare(
             return "spot_check", []
     # Per token of each side, since the number of tokens depends on the tokenizer.
     sent = torch.tensor([float(max(c.tokens, 1)) for c in completions])
-    weights = sequence_correction(ours / tokens, theirs / sent, torch.ones(len(local))).tolist()
+    weights = sequence_correction(own / tokens, reported / sent, torch.ones(len(local))).tolist()
     best = max(group.rewards)
     if not any(
         weight > 0 for weight, reward in zip(weights, group.rewards, strict=True) if reward == best
@@ -495,7 +495,7 @@ def compare(
     return "used", weights
 
 
-def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
+def _has_own_model(group: ExternalGroup, policy: PolicyText) -> bool:
     return (
         group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
     )

@@ -10,7 +10,6 @@ are used in the next step. If useful groups are rare, recent ones are trained on
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -33,16 +32,14 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
-from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose_difficulty
 from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.checkpoints import Checkpoints
-from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
-from swarmnode.trainer.episodes import EpisodeTotals, check_template
+from swarmnode.trainer.episodes import check_template
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
@@ -51,7 +48,14 @@ from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.rank_pool import on_device
 from swarmnode.trainer.ranks import choose_devices, other_ranks
 from swarmnode.trainer.records import Records, own_sample, peers_samples
-from swarmnode.trainer.reporting import Reporter
+from swarmnode.trainer.reporting import (
+    Reporter,
+    StepResult,
+    WinningAnswers,
+    measures,
+    reward_by_task,
+    rounded,
+)
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
 from swarmnode.trainer.trackers import Trackers, flat
@@ -311,23 +315,47 @@ class Loop:
     # ---- one step --------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        """Train once on own groups and peers' groups, each with G completions of one question."""
         started = time.monotonic()
         self._identity.adopt()
 
+        # sample I groups and score them
         self._reporter.enter("generating")
         experience = self._sampler(self._plan.own_groups)
         own = [row for group in experience.groups for row in group.rows]
         self._engine.remember([row for group in experience.groups for row in best_rows(group)], own)
         sampled = time.monotonic()
 
+        # publish them, pull groups of peers, and judge these until J are accepted
         self._reporter.enter("training")
-        judgement = self._external.exchange(experience.messages, self._counters.policy_version)
-        training = self._training
-        rate = learning_rate(training, self._counters.step)
+        self._external.publish(experience.messages)
+        judgement = self._external.pull(self._counters.policy_version)
+
+        # advantages (N,) and log-probabilities (N, T) of all N completions, one loss, one step
         fresh = [*experience.trained, *judgement.accepted]
         replayed = self._plan.replayed(fresh)
-        rows = assemble(
-            [*fresh, *replayed],
+        rows = self._rows([*fresh, *replayed])
+        rate = learning_rate(self._training, self._counters.step)
+        result = self._engine.update(rows, rate)
+
+        judgement.details.update(result.details)
+        first = len(experience.trained)
+        refused = {group - first: why for group, why in result.refused.items()}
+        external = self._external.learnt(judgement, refused)
+        self._plan.observe([*experience.trained, *external], experience.groups)
+        self._winning.sampled(experience.messages)
+        self._count(experience, external, rows, result)
+        done = StepResult(
+            experience, external, len(replayed), result, rate, started, sampled, time.monotonic()
+        )
+        self._plan.fit(done.ended - started)
+        self._report(done, judgement)
+
+    def _rows(self, groups: Sequence[TrainingGroup]) -> Rows:
+        """Compute the advantages of all groups, and assemble their rows."""
+        training = self._training
+        return assemble(
+            groups,
             training.advantage,
             shape_to=training.max_completion_length
             if "overlong_shaping" in training.options
@@ -335,97 +363,21 @@ class Loop:
             mask_cut="mask_truncated" in training.options,
             per_sequence=training.loss_type in DIVIDES_BY_LENGTH,
         )
-        result = self._engine.update(rows, rate)
-        self._count_drops(rows, result)
-        judgement.details.update(result.details)
-        first = len(experience.trained)
-        external = self._external.learnt(
-            judgement, {group - first: why for group, why in result.refused.items()}
-        )
-        self._plan.observe([*experience.trained, *external], experience.groups)
-        self._count(experience.tokens, experience.groups, external, result)
-        self._counters.episodes_total += experience.played.episodes
-        self._measure(experience.groups, external, result, rate)
-        by_task = reward_by_task(experience.messages)
-        drift = self._external.quota.drift()
-        self._winning.sampled(experience.messages)
-        ended = time.monotonic()
-        self._plan.fit(ended - started)
-        self._reporter.last = msgspec.structs.replace(
-            self._reporter.last,
-            step_seconds=ended - started,
-            generate_seconds=sampled - started,
-            train_seconds=ended - sampled,
-            tokens_per_second=experience.tokens / max(sampled - started, 1e-9),
-            reward_by_task={**self._reporter.last.reward_by_task, **by_task},
-            generation_lag=_mean([float(lag) for lag in experience.lags]),
-            generation_rows=experience.rows,
-            **episode_measures(experience.played, sampled - started),
-            top_answer_share=self._winning.top_share,
-            signals=self._questions.signals(),
-            evidence=self._questions.evidence(),
-            replayed_groups=len(replayed),
-            drift=drift.excess if drift is not None else None,
-            drops=self._drops.statistics(),
-        )
-        self._reporter.enter("training", ended - started)
-        self._record(experience, judgement, drift.words(self._engine.text.decode) if drift else "")
-        self._log_step()
-
-    def _count_drops(self, rows: Rows, result: UpdateStatistics) -> None:
-        if result.stepped:
-            self._drops.update.keep()
-        else:
-            self._drops.update.drop(result.skipped, step=self._counters.step + 1)
-        self._drops.completion.keep(len(rows.rows) - len(rows.masked) - result.dropped_rows)
-        self._drops.completion.drop("too_large", result.dropped_rows)
-        self._drops.completion.drop("cut", len(rows.masked))
-        lost = self._link.statistics().dropped_frames
-        self._drops.message.drop("link_full", lost - self._lost_messages)
-        self._lost_messages = lost
-
-    def _record(self, experience: Experience, judgement: Judgement, drift: str) -> None:
-        """Write samples and measurements to disk."""
-        now, last = time.time(), self._reporter.last
-        self._records.step(now, last)
-        for sample in peers_samples(now, last.step, judgement, drift):
-            self._records.sample(sample)
-        if experience.messages:
-            self._records.sample(
-                own_sample(
-                    now,
-                    last.step,
-                    experience.prompts[0],
-                    experience.messages[0],
-                    experience.observations[0],
-                )
-            )
-
-    def _log_step(self) -> None:
-        """Log one line that fits a terminal of 80 columns; steps.jsonl has everything else."""
-        last = self._reporter.last
-        log.info(
-            "step",
-            step=last.step,
-            reward=_rounded(last.reward_own, 3),
-            own=last.own_groups,
-            peers=last.external_groups,
-            seconds=_rounded(last.step_seconds, 2),
-        )
 
     def _count(
         self,
-        tokens: int,
-        own: list[TrainingGroup],
+        experience: Experience,
         external: list[TrainingGroup],
+        rows: Rows,
         result: UpdateStatistics,
     ) -> None:
         c = self._counters
         c.step += 1
         c.policy_version += int(result.stepped)
-        c.own_groups_total += len(own)
+        c.own_groups_total += len(experience.groups)
         c.external_groups_total += len(external)
-        c.tokens_total += tokens
+        c.tokens_total += experience.tokens
+        c.episodes_total += experience.played.episodes
         for group in external:
             c.note_use(group.peer)
         now = self._engine.statistics()
@@ -434,37 +386,49 @@ class Loop:
         c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0
         c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
+        drops = self._drops
+        if result.stepped:
+            drops.update.keep()
+        else:
+            drops.update.drop(result.skipped, step=c.step)
+        drops.completion.keep(len(rows.rows) - len(rows.masked) - result.dropped_rows)
+        drops.completion.drop("too_large", result.dropped_rows)
+        drops.completion.drop("cut", len(rows.masked))
+        lost = self._link.statistics().dropped_frames
+        drops.message.drop("link_full", lost - self._lost_messages)
+        self._lost_messages = lost
 
-    def _measure(
-        self,
-        own: list[TrainingGroup],
-        external: list[TrainingGroup],
-        result: UpdateStatistics,
-        rate: float,
-    ) -> None:
-        total = len(own) + len(external)
-        share = len(external) / total if total else None
-        reward_own = _mean([r for g in own for r in g.rewards])
+    def _report(self, done: StepResult, judgement: Judgement) -> None:
+        """Report the step, and write measurements and samples to disk."""
+        former, drift = self._reporter.last.reward_by_task, self._external.quota.drift()
         self._reporter.last = msgspec.structs.replace(
             self._reporter.last,
-            reward_own=reward_own,
-            reward_external=_mean([r for g in external for r in g.rewards]),
-            loss=result.loss,
-            entropy=result.entropy,
-            kl=result.kl,
-            clip_fraction=result.clip_fraction,
-            grad_norm=result.grad_norm,
-            learning_rate=rate * result.rate_factor,
-            zero_advantage_share=silent_share(own),
-            **completion_lengths(own),
-            external_share=share,
-            correction_mean=_mean([w for g in external for w in g.weights]),
-            effective_own=result.effective_own,
-            effective_external=result.effective_external,
-            own_gap=result.own_gap,
-            own_groups=len(own),
-            external_groups=len(external),
-            gradient_agreement=result.agreement,
+            **measures(done),
+            reward_by_task=former | reward_by_task(done.experience.messages),
+            top_answer_share=self._winning.top_share,
+            signals=self._questions.signals(),
+            evidence=self._questions.evidence(),
+            drift=drift.excess if drift is not None else None,
+            drops=self._drops.statistics(),
+        )
+        self._reporter.enter("training", done.ended - done.started)
+        last, now = self._reporter.last, time.time()
+        self._records.step(now, last)
+        words = drift.words(self._engine.text.decode) if drift else ""
+        for sample in peers_samples(now, last.step, judgement, words):
+            self._records.sample(sample)
+        if (made := done.experience).messages:
+            self._records.sample(
+                own_sample(now, last.step, made.prompts[0], made.messages[0], made.observations[0])
+            )
+        # One line that fits a terminal of 80 columns; steps.jsonl has everything else.
+        log.info(
+            "step",
+            step=last.step,
+            reward=rounded(last.reward_own, 3),
+            own=last.own_groups,
+            peers=last.external_groups,
+            seconds=rounded(last.step_seconds, 2),
         )
 
     # ---- between steps ---------------------------------------------------------------------------
@@ -484,7 +448,7 @@ class Loop:
             c.reward_held_out, c.reward_held_out_error = reward, held_out.error
             if c.reward_held_out_start is None:
                 c.reward_held_out_start = reward
-            error = _rounded(held_out.error, 4)
+            error = rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
             self._engine.observe(reward)
         self._reporter.enter("evaluating")  # again, with the measurements
@@ -506,38 +470,6 @@ def skip_used_numbers(counters: Counters, trainer: Path) -> None:
         )
 
 
-def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int | None]:
-    """Return length statistics of the completions of `groups`, keyed by field names of a report.
-
-    They are the mean and the 95th percentile in sampled tokens, and the share that was cut.
-    """
-    lengths = sorted(row.tokens for group in groups for row in group.rows)
-    if not lengths:
-        return {
-            "completion_tokens": None,
-            "completion_tokens_p95": None,
-            "completion_cut_share": None,
-        }
-    return {
-        "completion_tokens": sum(lengths) / len(lengths),
-        "completion_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
-        "completion_cut_share": sum(sum(group.was_cut) for group in groups) / len(lengths),
-    }
-
-
-def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float | None]:
-    """Return measures of a step's episodes, keyed by field names of a report; None without
-    episodes.
-
-    Args:
-        seconds: Duration of the step's sampling.
-    """
-    if not played.episodes:
-        return {"episode_turns": None, "environment_share": None}
-    share = min(1.0, played.environment_seconds / max(seconds, 1e-9))
-    return {"episode_turns": played.turns / played.episodes, "environment_share": share}
-
-
 def best_rows(group: TrainingGroup) -> list[Row]:
     """Return the completions with the highest reward of the group; none if all rewards are
     equal."""
@@ -547,22 +479,6 @@ def best_rows(group: TrainingGroup) -> list[Row]:
         if best > min(group.rewards)
         else []
     )
-
-
-def reward_by_task(groups: Sequence[OwnGroup]) -> dict[str, float]:
-    """Return the mean reward of all completions in a batch, by task."""
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        rewards.setdefault(group.task.id, []).extend(group.rewards)
-    return {task: sum(each) / len(each) for task, each in rewards.items() if each}
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 class Identity:

@@ -30,9 +30,8 @@ from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.measurement import Request, TaskScores, pass_at_k
-from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
-from swarmnode.wire.messages import TaskRef
+from swarmnode.trainer.evaluate import held_out_refs, standard_error
 
 RIGHT = 1.0
 SEED = 20_260
@@ -74,11 +73,7 @@ def measure(
         Unavailable: None of the questions can be generated, or none fits into the context.
     """
     batches = MicroBatcher(training.per_device_train_tokens)
-    version, levels = registry.task_version(task), registry.TASKS[task].levels
-    refs = [
-        TaskRef(task, version, evaluation_seed(task), index // levels, index % levels)
-        for index in range(request.questions)
-    ]
+    refs = held_out_refs(task, request.questions)
     asked = [
         (ref, result.prompt)
         for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
@@ -144,19 +139,6 @@ def measure(
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of `values`; None for fewer than two.
-
-    The completions of one question are not independent: take the mean of each question first.
-    """
-    if len(values) < 2:
-        return None
-    mean = _mean(values)
-    return math.sqrt(
-        math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
-    )
 
 
 def main() -> int:

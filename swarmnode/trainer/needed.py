@@ -123,7 +123,7 @@ def _kept(
     """Return the tries that earn as much as the whole answer.
 
     Args:
-        cut: Returns the tokens without so many of them.
+        cut: Returns the tokens without a number of them at one end.
     """
     kept = set()
     for start in range(0, len(tries), COMPLETIONS):

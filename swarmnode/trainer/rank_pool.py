@@ -54,10 +54,7 @@ from swarmnode.trainer.rank_process import (
     join,
     run_rank,
 )
-from swarmnode.trainer.update import (
-    RowSelection,
-    Updater,
-)
+from swarmnode.trainer.update import RowSelection, Updater
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -141,7 +138,7 @@ class RankPool:
         here, there = context.Pipe()
         text = on_device(config, self._devices, rank).model_dump_json()
         device = str(self._devices[rank])
-        setup = Setup(text, rank, self.count, device, self._store)
+        setup = Setup(text, rank, self.count, self._store)
         process = context.Process(
             target=entry, args=(setup, there, self._shared), name=f"rank {rank}", daemon=True
         )
@@ -345,7 +342,7 @@ class RankPool:
             self._shared.start_taking()
             for rank in self.others:
                 self.tell(rank, command)
-            others = lambda: [each.unpack() for each in self.answers(Accumulated).values()]
+            others = lambda: [each.sums for each in self.answers(Accumulated).values()]
             yield MicroBatchQueue(self._shared, self.count, others)
 
     def add_gradients(self) -> None:

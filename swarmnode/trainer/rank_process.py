@@ -30,12 +30,8 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
 from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
-from swarmnode.policy.engine.keeper import Keeper, keeper
-from swarmnode.policy.engine.protocol import (
-    FinishedRequest,
-    GenerationStatistics,
-    Request,
-)
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.engine.selector import EngineSelector, select_engine
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
@@ -45,20 +41,9 @@ from swarmnode.process import die_with_parent
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.swarm.manifest_store import load_current
 from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.engine import (
-    Memory,
-    card_uses,
-    make_updater,
-    open_policy,
-)
+from swarmnode.trainer.engine import Memory, card_uses, make_updater, open_policy
 from swarmnode.trainer.judge import RowScores
-from swarmnode.trainer.update import (
-    PeersFailed,
-    RowSelection,
-    StartOver,
-    Sums,
-    Updater,
-)
+from swarmnode.trainer.update import PeersFailed, RowSelection, StartOver, Sums, Updater
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -84,8 +69,8 @@ class Setup:
     config: str
     rank: int
     count: int
-    device: str
     store: str
+    """Path of the file for torch.distributed's rendezvous."""
 
 
 def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
@@ -128,7 +113,7 @@ class OtherRank:
         memory, updater = make_updater(config, self._policy, self._alive, setup.count)
         self._memory: Memory = memory
         self._updater: Updater = updater
-        self._keeper: Keeper | None = None
+        self._engine: EngineSelector | None = None
         self._seconds = 0.0
 
     def run(self) -> None:
@@ -175,7 +160,7 @@ class OtherRank:
                 )
             case StartGeneration(sampling, seed):
                 rng = self._policy.random_generator(seed)
-                self._keeper = keeper(
+                self._engine = select_engine(
                     self._policy,
                     self._memory.generation,
                     self._config.training.options,
@@ -197,7 +182,7 @@ class OtherRank:
 
     def _take_weights(self) -> None:
         parameters = [p.detach() for p in self._policy.trainable_parameters()]
-        with self._keeper.pause() if self._keeper is not None else contextlib.nullcontext():
+        with self._engine.pause() if self._engine is not None else contextlib.nullcontext():
             broadcast = lambda flat: dist.broadcast(flat, 0, async_op=True)
             in_buckets(parameters, broadcast, self._finish)
 
@@ -205,17 +190,17 @@ class OtherRank:
         finish(work, self._alive)
 
     def _advance(self, command: Advance) -> Advanced:
-        assert self._keeper is not None
+        assert self._engine is not None
         for number in command.cancel:
-            self._keeper.cancel(number)
+            self._engine.cancel(number)
         for request in command.submit:
-            self._keeper.submit(request)
+            self._engine.submit(request)
         while True:
             started = time.monotonic()
-            done = self._keeper.finished(command.version)
+            done = self._engine.finished(command.version)
             self._seconds += time.monotonic() - started
             self._alive()
-            statistics = self._keeper.statistics()
+            statistics = self._engine.statistics()
             last = not statistics.unfinished or self._connection.poll()
             answer = Advanced(done, statistics, self._seconds, last)
             if last:
@@ -236,7 +221,7 @@ class OtherRank:
         sums = self._updater.accumulate(command.rows, selection, sharing)
         if command.marks and not selection.external:
             self._updater.probe.mark()
-        return Accumulated(sums.own.tolist(), sums.external.tolist(), card_uses(self._policy))
+        return Accumulated(sums, card_uses(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -357,13 +342,8 @@ class Scores(Answer, frozen=True):
 
 
 class Accumulated(Answer, frozen=True):
-    own: list[float]
-    external: list[float]
+    sums: Sums
     cards: list[CardUse]
-
-    def unpack(self) -> Sums:
-        own, external = (torch.tensor(x, dtype=torch.float64) for x in (self.own, self.external))
-        return Sums(own, external)
 
 
 class Failed(Answer, frozen=True):

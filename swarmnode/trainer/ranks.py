@@ -44,10 +44,7 @@ from swarmnode.policy.load import Policy, config_directory, offline
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.ways import reason
 from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.engine import (
-    EngineStatistics,
-    WholePolicy,
-)
+from swarmnode.trainer.engine import EngineStatistics, WholePolicy
 from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import (
@@ -62,9 +59,7 @@ from swarmnode.trainer.rank_process import (
     StartGeneration,
 )
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.update import (
-    UpdateStatistics,
-)
+from swarmnode.trainer.update import UpdateStatistics
 
 T = TypeVar("T")
 
@@ -305,18 +300,15 @@ class SharedGeneration:
         with self._own.pause():
             yield
 
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        return self._own.score(prompt_ids, ids)
-
     def ahead(self, count: int) -> int:
         return self._own.ahead(count)
 
     def statistics(self) -> GenerationStatistics:
         all_ = [self._own.statistics(), *self._statistics.values()]
-        begun = [each.oldest for each in all_ if each.oldest is not None]
+        versions = [each.oldest for each in all_ if each.oldest is not None]
         return GenerationStatistics(
             max(each.steps for each in all_),
             sum(each.tokens for each in all_),
             len(self._asked),
-            min(begun, default=None),
+            min(versions, default=None),
         )

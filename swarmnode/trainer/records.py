@@ -94,11 +94,11 @@ def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
         if used not in found:
-            ours = judgement.accepted[0].old_logprobs if used else []
+            logprobs_here = judgement.accepted[0].old_logprobs if used else []
             rows = judgement.accepted[0].rows if used else []
             surprise = [
                 -sum(logprobs) / max(row.tokens, 1)
-                for row, logprobs in zip(rows, ours, strict=True)
+                for row, logprobs in zip(rows, logprobs_here, strict=True)
             ]
             found[used] = _peers_sample(at, step, group, outcome, surprise, drift)
     return list(found.values())

@@ -47,16 +47,14 @@ The bias at that lag is 0.10 with `OWN_CORRECTION` (benchmarks/RESULTS.md)."""
 
 
 UNSHARED = {
-    "charset": "control characters in the text: it earns 0",
+    "charset": "the text contains control characters: its reward is 0",
     "special_ids": (
-        "a token that stands for no text (begin, padding, unknown) within the answer: no peer"
-        " trains on what it cannot read"
+        "the answer contains a token without text (begin, padding, unknown), which peers refuse"
     ),
     "context_full": (
-        "an episode that fills the model's context before it ends: no peer can tell that from one"
-        " that was left out"
+        "the episode filled the model's context before it ended: peers cannot verify that"
     ),
-    "too_long": "the actions of an episode are more than a message may hold",
+    "too_long": "the actions of the episode do not fit into a message",
 }
 """Explanation for the operator of each reason why a completion is not published."""
 
@@ -82,27 +80,28 @@ def first_version(sample: GroupSample, now: int) -> int:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Experience:
     """Groups that a step has sampled."""
 
-    groups: list[TrainingGroup]
+    groups: list[TrainingGroup] = field(default_factory=list)
     """All sampled groups."""
-    messages: list[OwnGroup]
-    """The same groups for the network process, which selects those that are sent."""
-    prompts: list[str]
-    """Question of each of `messages`."""
-    tokens: int
-    """Number of sampled tokens."""
-    trained: list[TrainingGroup]
-    """Groups that the step trains on: all groups, or the useful ones with dynamic sampling."""
     lags: list[int] = field(default_factory=list)
     """Policy versions between each group's first token and now."""
-    rows: float | None = None
-    """Mean number of tokens per decoding step."""
+    tokens: int = 0
+    """Number of sampled tokens."""
+    messages: list[OwnGroup] = field(default_factory=list)
+    """The groups that may be published, for the network process, which selects those that are
+    sent."""
+    prompts: list[str] = field(default_factory=list)
+    """Question of each of `messages`."""
     observations: list[list[list[str]]] = field(default_factory=list)
     """The environment's texts for each episode of each of `messages`; empty for a group of
     answers."""
+    trained: list[TrainingGroup] = field(default_factory=list)
+    """Groups that the step trains on: all groups, or the useful ones with dynamic sampling."""
+    rows: float | None = None
+    """Mean number of tokens per decoding step."""
     played: EpisodeTotals = field(default_factory=EpisodeTotals)
     """Totals of the episodes of this sampling."""
 
@@ -160,83 +159,84 @@ class Sampler:
             Unavailable: All questions are too long for the model.
         """
         before, played = self._generation.statistics(), replace(self._episodes.totals)
-        parts, asked, useful = [self._sample(count)], count, list[TrainingGroup]()
-        if "dynamic_sampling" not in self._cfg.options:
-            return replace(
-                parts[0], rows=self._rows_since(before), played=self._episodes.totals - played
-            )
-        while True:
-            useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
-            more = min(count - len(useful), count * DYNAMIC_FACTOR - asked)
-            if more <= 0:
-                break
-            asked += more
-            parts.append(self._sample(more))
-        return Experience(
-            [g for part in parts for g in part.groups],
-            [m for part in parts for m in part.messages],
-            [prompt for part in parts for prompt in part.prompts],
-            sum(p.tokens for p in parts),
-            useful,
-            [lag for part in parts for lag in part.lags],
-            self._rows_since(before),
-            [each for part in parts for each in part.observations],
-            self._episodes.totals - played,
-        )
+        made = Experience()
+        self._sample(count, made)
+        made.trained = made.groups
+        if "dynamic_sampling" in self._cfg.options:
+            sampled = count
+            while True:
+                made.trained = [group for group in made.groups if is_useful(group.rewards)]
+                more = min(count - len(made.trained), count * DYNAMIC_FACTOR - sampled)
+                if more <= 0:
+                    break
+                sampled += more
+                self._sample(more, made)
+        made.rows = self._rows_since(before)
+        made.played = self._episodes.totals - played
+        return made
 
     def _rows_since(self, before: GenerationStatistics) -> float | None:
         now = self._generation.statistics()
         steps = now.steps - before.steps
         return (now.tokens - before.tokens) / steps if steps > 0 else None
 
-    def _sample(self, count: int) -> Experience:
+    def _sample(self, count: int, made: Experience) -> None:
+        """Sample and score `count` groups, and add them to `made`."""
         finished = self._gather(count)
-        asked, samples = (
-            [self._asked.pop(one.number) for one in finished],
-            [one.sample for one in finished],
-        )
-        version = self._counters.policy_version
+        questions = [self._asked.pop(one.number) for one in finished]
         scored = self._scorer.score_many(
             [
-                (each.ref, [judged_text(c) for c in sample.completions])
-                for each, sample in zip(asked, samples, strict=True)
+                (question.ref, [judged_text(c) for c in one.sample.completions])
+                for question, one in zip(questions, finished, strict=True)
             ]
         )
-        groups, messages, prompts, lags, observations = [], [], [], [], []
-        for each, sample, result in zip(asked, samples, scored, strict=True):
-            if not isinstance(result, Scored):
-                self._drops.group.drop("not_scored", task=each.ref.id, error=str(result))
-                continue
-            faults = [self._fault(completion) for completion in sample.completions]
-            fine = [fault != "charset" for fault in faults]
-            rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
-            # Empty if rewards are single numbers.
-            made_of = [
-                parts if good else {} for parts, good in zip(result.components, fine, strict=False)
-            ]
-            self._questions.answered(each.ref, rewards)
-            groups.append(
-                own_group(sample, rewards, reward_parts(made_of, task_weights(each.ref.id)))
+        for question, one, result in zip(questions, finished, scored, strict=True):
+            made.tokens += sum(sampled_tokens(c) for c in one.sample.completions)
+            if isinstance(result, Scored):
+                self._add(question, one.sample, result, made)
+            else:
+                self._drops.group.drop("not_scored", task=question.ref.id, error=str(result))
+
+    def _add(
+        self, question: PendingQuestion, sample: GroupSample, result: Scored, made: Experience
+    ) -> None:
+        """Add a scored group. Completions that peers could not read are not published."""
+        task, version = question.ref.id, self._counters.policy_version
+        faults = [self._fault(completion) for completion in sample.completions]
+        fine = [fault != "charset" for fault in faults]
+        rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
+        # Empty if rewards are single numbers.
+        components = [
+            parts if good else {} for parts, good in zip(result.components, fine, strict=False)
+        ]
+        self._questions.answered(question.ref, rewards)
+        made.groups.append(own_group(sample, rewards, reward_parts(components, task_weights(task))))
+        first = first_version(sample, version)
+        made.lags.append(version - first)
+        for fault in filter(None, faults):
+            self._drops.completion.drop(fault, task=task, detail=UNSHARED[fault])
+        shared = [not fault for fault in faults]
+        if any(faults) and sum(shared) < 2:
+            ((most, _),) = Counter(filter(None, faults)).most_common(1)
+            self._drops.group.drop(most, task=task)
+            return
+        self._drops.group.keep()
+        published = list(compress(sample.completions, shared))
+        cfg = self._cfg
+        made.messages.append(
+            OwnGroup(
+                question.ref,
+                first,  # so that no receiver takes the group for newer
+                question.sequence,
+                SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length),
+                [_published(completion) for completion in published],
+                list(compress(rewards, shared)),
+                list(compress(components, shared)),
             )
-            first = first_version(sample, version)
-            lags.append(version - first)
-            for fault in filter(None, faults):
-                self._drops.completion.drop(fault, task=each.ref.id, detail=UNSHARED[fault])
-            shared = [not fault for fault in faults]
-            if any(faults) and sum(shared) < 2:
-                most = Counter(filter(None, faults)).most_common(1)[0][0]
-                self._drops.group.drop(most, task=each.ref.id)
-                continue
-            self._drops.group.keep()
-            some = replace(sample, completions=list(compress(sample.completions, shared)))
-            kept = list(compress(rewards, shared)), list(compress(made_of, shared))
-            messages.append(self._message(each, first, some, *kept))
-            prompts.append(each.prompt)
-            played = [c for c in some.completions if isinstance(c, PlayedEpisode)]
-            observations.append([episode.observations for episode in played])
-        tokens = sum(sampled_tokens(c) for sample in samples for c in sample.completions)
-        return Experience(
-            groups, messages, prompts, tokens, groups, lags, observations=observations
+        )
+        made.prompts.append(question.prompt)
+        made.observations.append(
+            [c.observations for c in published if isinstance(c, PlayedEpisode)]
         )
 
     def _fault(self, completion: SampledCompletion) -> str:
@@ -262,15 +262,15 @@ class Sampler:
         Raises:
             Unavailable: All questions are too long for the model.
         """
-        version, begun = self._counters.policy_version, 0
+        version, asked = self._counters.policy_version, 0
         self._too_long.clear()
         while len(self._ready) < count or self._too_old(version):
             missing = count + self._generation.ahead(count) - len(self._asked)
-            if missing > 0 and begun < DYNAMIC_FACTOR * count:
-                begun += missing
+            if missing > 0 and asked < DYNAMIC_FACTOR * count:
+                asked += missing
                 self._ask(missing)
             if not self._generation.statistics().unfinished:
-                if missing > 0 and begun < DYNAMIC_FACTOR * count:
+                if missing > 0 and asked < DYNAMIC_FACTOR * count:
                     continue
                 break
             done, failed = self._episodes.play(self._generation.finished(version), version)
@@ -286,8 +286,8 @@ class Sampler:
 
     def _too_old(self, version: int) -> bool:
         """Return True if an unfinished group would exceed MAX_LAG in the next step."""
-        begun = self._generation.statistics().oldest, self._episodes.oldest
-        return any(oldest is not None and version - oldest >= MAX_LAG for oldest in begun)
+        versions = self._generation.statistics().oldest, self._episodes.oldest
+        return any(oldest is not None and version - oldest >= MAX_LAG for oldest in versions)
 
     def _ask(self, count: int) -> None:
         numbered = [self._questions.next() for _ in range(count)]
@@ -307,24 +307,6 @@ class Sampler:
                 continue
             self._drops.question.keep()
             self._asked[sequence] = PendingQuestion(sequence, ref, question.prompt)
-
-    def _message(
-        self,
-        asked: PendingQuestion,
-        version: int,
-        sample: GroupSample,
-        rewards: list[float],
-        made_of: list[dict[str, float]],
-    ) -> OwnGroup:
-        """Return the message that publishes a group.
-
-        Args:
-            version: Policy version of its first token, so that no receiver takes it for newer.
-        """
-        cfg = self._cfg
-        completions = [_published(completion) for completion in sample.completions]
-        sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
-        return OwnGroup(asked.ref, version, asked.sequence, sampling, completions, rewards, made_of)
 
 
 def _published(completion: SampledCompletion) -> Completion:

@@ -12,11 +12,6 @@
 One file is replaced by one rename, so that weights and counters always belong to the same step.
 Nothing is unpickled.
 
-The whole state of a large model is too large to write often. Between two whole states a second
-file, `weights.safetensors`, is written. It omits AdamW's moments, and the outer step's tensors if
-they have not changed since the whole state. A restart uses its tensors if it is newer, and takes
-the rest from the whole state, so that moments may be older than the weights.
-
 A file is checked completely before any of it is used. If the last state is damaged, `recover` uses
 the newest earlier state (`trainer.checkpoints`).
 """
@@ -31,7 +26,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -49,7 +44,6 @@ from swarmnode.swarm import rollback
 log = structlog.get_logger("swarmnode.trainer")
 
 FILE = rollback.STATE
-WEIGHTS_FILE = rollback.WEIGHTS
 LARGEST_COUNTER = 2**63 - 1
 RNG = "rng"
 
@@ -118,14 +112,11 @@ and accept each number once."""
 class Snapshot:
     """The state at a point between two steps."""
 
-    tensors: Callable[..., dict[str, torch.Tensor]]
-    """Returns a copy of the tensors; called once, from any thread, see `take`. Its argument is True
-    to include the optimizer's moments."""
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    """Returns a copy of the tensors; called once, from any thread, see `take`."""
     counters: Counters
     owner: str
     """See `owner`."""
-    outer: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the outer step by name. An outer step replaces them and never modifies them."""
 
 
 WEIGHTS, OUTER, OPTIMIZER = "weights.", "outer.", "optimizer."
@@ -154,27 +145,25 @@ def take(
     }
     numbers = copy.deepcopy(counters)
 
-    def copied(with_moments: bool = True) -> dict[str, torch.Tensor]:
+    def copied() -> dict[str, torch.Tensor]:
         try:
-            return tensors | _copied(model, optimizer, with_moments)
+            return tensors | _copied(model, optimizer)
         finally:
             if lock is not None:
                 lock.release()
 
     if lock is None:
         done = copied()
-        return Snapshot(lambda with_moments=True: done, numbers, owner, outer or {})
+        return Snapshot(lambda: done, numbers, owner)
     lock.acquire()
-    return Snapshot(copied, numbers, owner, outer or {})
+    return Snapshot(copied, numbers, owner)
 
 
-def _copied(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, with_moments: bool
-) -> dict[str, torch.Tensor]:
+def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
-        moments = optimizer.state.get(parameter) if with_moments else None
+        moments = optimizer.state.get(parameter)
         # bitsandbytes stores 8-bit blocks with their scales, and the number of steps as an int.
         if moments and "exp_avg" not in moments:
             for key, value in moments.items():
@@ -191,7 +180,7 @@ def _copied(
 def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
     """Take a snapshot without weights, for a trainer whose weights are saved elsewhere."""
     tensors = {RNG: rng.get_state().clone()}
-    return Snapshot(lambda with_moments=True: tensors, copy.deepcopy(counters), owner)
+    return Snapshot(lambda: tensors, copy.deepcopy(counters), owner)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +188,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
-    """Write the whole state atomically: to a temporary name, sync, rename.
+    """Write the state atomically: to a temporary name, sync, rename.
 
     Args:
         before: Called before the old file is replaced.
@@ -208,39 +197,13 @@ def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lamb
         OSError: The file cannot be written; the old file is unchanged.
         StateError: A tensor is not finite; the old file is unchanged.
     """
-    _replace(directory / FILE, snapshot.tensors(True), snapshot, before)
-    (directory / WEIGHTS_FILE).unlink(missing_ok=True)
-
-
-def write_weights(directory: Path, snapshot: Snapshot, with_outer: bool) -> None:
-    """Write the state without moments, beside the last whole state.
-
-    Args:
-        with_outer: True to include the tensors of the outer step.
-
-    Raises:
-        OSError, StateError: As `write` does.
-    """
-    kept = (WEIGHTS, OUTER) if with_outer else (WEIGHTS,)
-    tensors = {
-        name: tensor
-        for name, tensor in snapshot.tensors(False).items()
-        if name == RNG or name.startswith(kept)
-    }
-    _replace(directory / WEIGHTS_FILE, tensors, snapshot)
-
-
-def _replace(
-    path: Path,
-    tensors: dict[str, torch.Tensor],
-    snapshot: Snapshot,
-    before: Callable[[], None] = lambda: None,
-) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    path = directory / FILE
+    temporary = path.with_name(f".{FILE}.tmp")
     metadata = {
         "counters": msgspec.json.encode(snapshot.counters).decode(),
         "fingerprint": snapshot.owner,
     }
+    tensors = snapshot.tensors()
     check_tensors(tensors)
     try:
         save_file(tensors, temporary, metadata=metadata)
@@ -253,7 +216,7 @@ def _replace(
         # On a full disk a partial file would take space that small files need.
         temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from None
-    sync_directory(path.parent)
+    sync_directory(directory)
 
 
 def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
@@ -273,35 +236,6 @@ class ForeignState(StateError):
 
 Tensors = dict[str, torch.Tensor]
 Found = tuple[Counters, Tensors]
-
-
-def read(directory: Path, owner: str) -> Found | None:
-    """Read the last whole state, with the newer weights of `weights.safetensors` if there are any.
-    Damaged newer weights are ignored.
-
-    Returns:
-        (counters, tensors by name); None if there is no state.
-
-    Raises:
-        ForeignState, StateError: As `read_file` does.
-    """
-    found = read_file(directory / FILE, owner)
-    if found is None:
-        return None
-    try:
-        newer = read_file(directory / WEIGHTS_FILE, owner)
-    except ForeignState:
-        raise
-    except StateError as error:
-        log.warning("cannot use weights that are newer than the state", reason=str(error))
-        return found
-    if newer is None or newer[0].step <= found[0].step:
-        return found
-    counters, changed = newer
-    tensors = found[1]
-    if any(name.startswith(OUTER) for name in changed):
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(OUTER)}
-    return counters, tensors | changed
 
 
 def read_file(path: Path, owner: str) -> Found | None:
@@ -397,7 +331,7 @@ def recover(
     last = directory / FILE
 
     def usable(path: Path) -> Counters | None:
-        found = read(directory, owner) if path == last else read_file(path, owner)
+        found = read_file(path, owner)
         if found is None:
             return None
         try:
@@ -406,8 +340,6 @@ def recover(
             raise StateError(f"{path} cannot be used ({error})") from None
         return found[0]
 
-    if not last.exists():  # the operator has moved it away to restart from the base policy
-        (directory / WEIGHTS_FILE).unlink(missing_ok=True)
     try:
         return usable(last)
     except ForeignState:

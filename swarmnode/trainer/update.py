@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -138,11 +138,41 @@ class Sharing(Protocol):
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums over own rows, and over external rows, each (SUMS,)."""
+class TokenSums:
+    """Sums over the tokens of micro-batches, to which every rank contributes."""
 
-    own: torch.Tensor
-    external: torch.Tensor
+    loss: float = 0.0
+    clipped: float = 0.0
+    """Number of tokens whose gradient the clip removed."""
+    kl: float = 0.0
+    entropy: float = 0.0
+    tokens: float = 0.0
+    weights: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared weights."""
+    gap: float = 0.0
+    """Sum of |Δ log-probability| to the sampler."""
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        return TokenSums(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, astuple(self)))
+
+    @property
+    def effective(self) -> float | None:
+        """Effective sample size ÷ sample size of the weights."""
+        share = effective_share(self.weights, self.squares, self.tokens)
+        return None if share is None else _finite(share)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over own rows, and over external rows."""
+
+    own: TokenSums
+    external: TokenSums
 
 
 class StartOver(Exception):
@@ -245,47 +275,38 @@ class Updater:
                 gradients has changed.
         """
         if self.ranks is None:
-            sums = self.accumulate(rows, selection)
-            totals, others = sums.own, sums.external
+            parts = [self.accumulate(rows, selection)]
         else:
             with self.ranks.accumulating(rows, selection) as sharing:
                 parts = [self.accumulate(rows, selection, sharing), *sharing.others()]
             self.ranks.add_gradients()
-            totals = sum((part.own for part in parts), _no_sums())
-            others = sum((part.external for part in parts), _no_sums())
-        agreement, effective_own, effective_external = None, _effective(totals), None
-        own_tokens, own_gap = float(totals[4]), float(totals[7])
-        if selection.external:
-            effective_external = _effective(others)
-            totals = totals + others
-            agreement = self.probe.read() if selection.own else None
+        own = sum((part.own for part in parts), TokenSums())
+        external = sum((part.external for part in parts), TokenSums())
+        total, tokens = own + external, max(own.tokens + external.tokens, 1.0)
+        agreement = self.probe.read() if selection.external and selection.own else None
         norm = self._policy.accelerator.clip_grad_norm_(
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
         finite = norm is None or bool(torch.isfinite(norm))
-        factor = rate_factor(self._cfg.options, _effective(totals))
+        factor = rate_factor(self._cfg.options, total.effective)
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
         stepped = self._apply(finite)
         scaled = self._policy.accelerator.scaler is not None
-        loss, clipped, kl, entropy, tokens, *_ = totals.tolist()
+        # If only the gradient is not finite, the loss scale was too large.
+        cause = "overflow" if scaled and math.isfinite(total.loss) else "not_finite"
         return UpdateStatistics(
             stepped=stepped,
-            # the loss is finite but its gradient is not, so the loss scale was too large
-            skipped=""
-            if stepped
-            else "overflow"
-            if scaled and math.isfinite(loss)
-            else "not_finite",
-            loss=_finite(loss),
-            clip_fraction=_finite(clipped / max(tokens, 1.0)),
-            kl=_finite(kl / max(tokens, 1.0)) if self._cfg.beta > 0 else None,
-            entropy=_finite(entropy / max(tokens, 1.0)),
+            skipped="" if stepped else cause,
+            loss=_finite(total.loss),
+            clip_fraction=_finite(total.clipped / tokens),
+            kl=_finite(total.kl / tokens) if self._cfg.beta > 0 else None,
+            entropy=_finite(total.entropy / tokens),
             grad_norm=float(norm) if norm is not None and finite else None,
             agreement=agreement,
-            effective_own=effective_own,
-            effective_external=effective_external,
-            own_gap=_finite(own_gap / own_tokens) if own_tokens else None,
+            effective_own=own.effective,
+            effective_external=external.effective,
+            own_gap=_finite(own.gap / own.tokens) if own.tokens else None,
             rate_factor=factor,
         )
 
@@ -305,7 +326,7 @@ class Updater:
         objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
         external = selection.external
 
-        def backward(indices: list[int], recompute: bool) -> torch.Tensor:
+        def backward(indices: list[int], recompute: bool) -> TokenSums:
             batch = collate(
                 [rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device
             )
@@ -335,7 +356,6 @@ class Updater:
             )
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
-            weighed = (weights.sum(), weights.square().sum())
             gap = ((logprobs.detach() - recorded).abs() * mask * sampled.unsqueeze(1)).sum()
             sums = torch.stack(
                 [
@@ -344,55 +364,51 @@ class Updater:
                     out.kl * tokens,
                     (entropy * mask).sum(),
                     tokens,
-                    *weighed,
+                    weights.sum(),
+                    weights.square().sum(),
                     gap,
                 ]
             )
-            return sums.cpu().double()  # MPS has no float64
+            return TokenSums(*sums.tolist())
 
         def accumulate(
             batcher: MicroBatcher, indices: list[int], recompute: bool = False, alone: bool = False
-        ) -> torch.Tensor:
+        ) -> TokenSums:
             lengths = [len(rows.rows[i].prompt) + len(rows.rows[i].completion) for i in indices]
             groups = [rows.groups[i] for i in indices]
             work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):
-                if sharing is None or alone:
-                    parts = [part for _, part in batcher.run(lengths, work, groups, _start_over)]
-                else:
-                    most = sharing.tokens(lengths)
-                    try:
-                        parts = batcher.run_shared(lengths, work, groups, most, sharing.take)
-                    except MemoryError:
-                        raise StartOver from None
-            return sum(parts, _no_sums())
+                try:
+                    if sharing is None or alone:
+                        parts = batcher.run_once(lengths, work, groups)
+                    else:
+                        most = sharing.tokens(lengths)
+                        parts = batcher.run_once(lengths, work, groups, most, sharing.take)
+                except MemoryError:
+                    raise StartOver from None
+            return sum(parts, TokenSums())
 
         self._accelerated.zero_grad()
         spared = sorted(selection.recomputed.intersection(selection.own))
-        totals = accumulate(
-            self._batcher, [i for i in selection.own if i not in selection.recomputed]
-        )
-        totals = totals + accumulate(self._recomputing, spared, recompute=True)
-        others = _no_sums()
+        own = accumulate(self._batcher, [i for i in selection.own if i not in selection.recomputed])
+        own += accumulate(self._recomputing, spared, recompute=True)
+        others = TokenSums()
         if external:
             self.probe.mark()
-            is_finite = lambda sums: (
-                bool(torch.isfinite(sums).all()) and self._has_finite_gradient()
-            )
             if selection.one_by_one:
                 # If the own gradient is not finite, no group can be blamed for it.
-                blames = is_finite(totals)
+                blames = own.is_finite and self._has_finite_gradient()
                 for number, indices in selection.groups(rows):
                     with _blamed(number):
-                        others = others + accumulate(self._external, indices, alone=True)
-                        if blames and not is_finite(others):
+                        others += accumulate(self._external, indices, alone=True)
+                        if blames and not (others.is_finite and self._has_finite_gradient()):
                             raise GroupRefused("no_gradient", "the gradient is not finite")
             else:
                 with _blamed(None):
                     others = accumulate(self._external, external)
-                    if not is_finite(others):
+                    if not (others.is_finite and self._has_finite_gradient()):
                         raise PeersFailed
-        return Sums(totals, others)
+        return Sums(own, others)
 
     def zero_grad(self) -> None:
         self._accelerated.zero_grad()
@@ -461,28 +477,10 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
 MOST_LOSS_SCALE = 2.0**60
 """Largest loss scale that is saved. torch does not bound the scale, and a stored counter
 must be below 2^63."""
-SUMS = 8
-"""Number of sums that each micro-batch adds to: loss, clipped tokens, KL and entropy of its tokens,
-number of tokens, weights and squared weights of its tokens, and |Δ log-probability| to their
-sampler."""
-
-
-def _no_sums() -> torch.Tensor:
-    return torch.zeros(SUMS, dtype=torch.float64)
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _effective(totals: torch.Tensor) -> float | None:
-    tokens, weights, squares = totals[4:7].tolist()
-    share = effective_share(weights, squares, tokens)
-    return None if share is None else _finite(share)
-
-
-def _start_over() -> None:
-    raise StartOver
 
 
 class _GroupFailed(Exception):

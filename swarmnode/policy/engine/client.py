@@ -33,17 +33,11 @@ READ_BYTES = 2**16
 
 
 class ServerFailed(Exception):
-    """Raised when a server does not complete a request.
+    """Raised when a server does not complete a request."""
 
-    Attributes:
-        reason: One of a closed set.
-        permanent: True if a retry fails until the operator changes a setting.
-    """
-
-    def __init__(self, reason: Reason, detail: str, permanent: bool = False) -> None:
+    def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
         self.reason: Reason = reason
-        self.permanent = permanent
 
 
 class JsonClient:
@@ -132,7 +126,6 @@ class JsonClient:
                 "unreachable",
                 f"{self._host} is at the public address {public[0]}, and policy.server.allow_public"
                 " is not set",
-                permanent=True,
             )
         plain = _connect(addresses, self._port, late)
         with contextlib.ExitStack() as stack:

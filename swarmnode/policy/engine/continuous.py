@@ -16,7 +16,7 @@ docs/learning.md explains why this is not transformers' continuous batching.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
-from swarmnode.policy.engine.slots import PrefilledRow, Slots, prefill
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
+from swarmnode.policy.slots import PrefilledRow, Slots, prefill
 
 BURST = 16
 """Largest number of decoding steps in one call if no row ends. Weights are cast to the compute
@@ -163,25 +163,13 @@ class Continuous:
         finally:
             self._heads.clear()
 
-    @torch.no_grad()
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        with self._policy.accelerator.autocast():
-            (head,) = prefill(self._policy, [prompt_ids])
-            slots, logits, out = Slots(self._policy), head.logits[None], []
-            slots.add(head)
-            for place, token in enumerate(ids):
-                out.append(float(torch.log_softmax(logits[0].float(), -1)[token]))
-                if place + 1 < len(ids):
-                    logits = slots.advance(torch.tensor([token], device=self._policy.device))
-        return out
-
     def ahead(self, count: int) -> int:
         return AHEAD * count
 
     def statistics(self) -> GenerationStatistics:
-        begun = [group.since for group in self._groups.values() if group.since is not None]
+        versions = [group.since for group in self._groups.values() if group.since is not None]
         return GenerationStatistics(
-            self._steps, self._tokens, len(self._groups), min(begun, default=None)
+            self._steps, self._tokens, len(self._groups), min(versions, default=None)
         )
 
     # ---- one step --------------------------------------------------------------------------------
@@ -193,11 +181,11 @@ class Continuous:
             + self._sampling.max_tokens
         )
         room = max(1, self._batcher.tokens // longest) - len(self._active)
-        begin = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        if not begin:
+        rows = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not rows:
             return
-        self._active += begin
-        self._in_memory(lambda: self._begin(begin))
+        self._active += rows
+        self._in_memory(lambda: self._begin(rows))
         wanted = {row.request for row in self._waiting}
         self._heads = {number: head for number, head in self._heads.items() if number in wanted}
 

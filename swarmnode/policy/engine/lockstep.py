@@ -61,9 +61,6 @@ class Lockstep:
         """Allow weights to change inside the block. No request is in progress between two calls."""
         yield
 
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        return None
-
     def ahead(self, count: int) -> int:
         return 0
 

@@ -2,7 +2,7 @@
 
 lockstep.py      samples all requests together, until the longest completion has ended
 continuous.py    a finished completion frees its row for a waiting request at once
-keeper.py        chooses one of them, monitors it, and rebuilds it if necessary
+selector.py      chooses one of them
 """
 
 from __future__ import annotations
@@ -81,15 +81,6 @@ class Generation(Protocol):
     def pause(self) -> AbstractContextManager[None]:
         """Allow weights to change inside the block. Unfinished requests continue with the new
         weights."""
-        ...
-
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        """Return the log-probability at temperature 1 of each of `ids` after the prompt, computed
-        as the engine samples.
-
-        Returns:
-            None for an engine without state between calls, which cannot have stale weights.
-        """
         ...
 
     def ahead(self, count: int) -> int:

@@ -128,8 +128,8 @@ def _context(config: Config) -> int:
     if not path.is_file():
         return wanted
     try:
-        told = json.loads(path.read_bytes())
-        found = told.get("text_config", told).get("max_position_embeddings")
+        config_json = json.loads(path.read_bytes())
+        found = config_json.get("text_config", config_json).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):
         return wanted
     return min(wanted, found) if isinstance(found, int) and found > 0 else wanted

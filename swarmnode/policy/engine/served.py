@@ -26,13 +26,13 @@ import structlog
 import torch
 
 from swarmnode.policy.engine.client import ServerFailed
-from swarmnode.policy.engine.keeper import Keeper
 from swarmnode.policy.engine.protocol import (
     FinishedRequest,
     Generation,
     GenerationStatistics,
     Request,
 )
+from swarmnode.policy.engine.selector import EngineSelector
 from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
 from swarmnode.policy.engine.servers import Completion, Question, Server, ServerStatistics
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
@@ -56,7 +56,7 @@ RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
 """Delay before a failed server is retried, in seconds; it doubles with each consecutive failure up
 to RETRY_MOST."""
 AHEAD = 1
-"""As `continuous.AHEAD`: the server samples groups of the next step while this step is trained."""
+"""As in `continuous`: the server samples groups of the next step while this step is trained."""
 REASON_CHARACTERS = 300
 """Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
@@ -82,22 +82,21 @@ class ServerFirst:
         connect: Callable[[], ServedWeights],
         engine: Callable[[ServedWeights, Sampling, torch.Generator | None], Served],
         sampling: Sampling,
-        own: Callable[[], Keeper],
+        own: Callable[[], EngineSelector],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._connect, self._make = server, connect, engine
         self._sampling, self._build_own, self._clock = sampling, own, clock
         self._weights: ServedWeights | None = None
         self._served: Served | None = None
-        self.own: Keeper | None = None
+        self.own: EngineSelector | None = None
         """The own engine; None until it is first needed."""
         self._requests: dict[int, Request] = {}
         """Submitted requests that are not finished."""
         self._retry_at, self._failures = -math.inf, 0
         self._seen = ServerStatistics(server.client.url, server.name)
 
-    # ---- the engine protocol
-    # -------------------------------------------------------------------------
+    # ---- the engine protocol ---------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         self._try_server()
@@ -134,10 +133,6 @@ class ServerFirst:
         present = self._present()
         return present.pause() if present is not None else nullcontext()
 
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        present = self._present()
-        return present.score(prompt_ids, ids) if present is not None else None
-
     def ahead(self, count: int) -> int:
         present = self._present()
         return present.ahead(count) if present is not None else 0
@@ -150,8 +145,7 @@ class ServerFirst:
         served = self._served.statistics()
         return GenerationStatistics(own.steps, own.tokens, served.unfinished, served.oldest)
 
-    # ---- additional methods
-    # --------------------------------------------------------------------------
+    # ---- additional methods ----------------------------------------------------------------------
 
     def answered(
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
@@ -194,7 +188,7 @@ class ServerFirst:
     def _present(self) -> Generation | None:
         return self._served if self._served is not None else self.own
 
-    def _own_engine(self) -> Keeper:
+    def _own_engine(self) -> EngineSelector:
         if self.own is None:
             self.own = self._build_own()
         return self.own
@@ -443,10 +437,6 @@ class Served:
             yield
         finally:
             self._weights.changed()
-
-    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        self._weights.follow()
-        return self._server.score(prompt_ids, ids)
 
     def ahead(self, count: int) -> int:
         return AHEAD * count

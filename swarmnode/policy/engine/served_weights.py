@@ -74,9 +74,9 @@ class ServedWeights:
         self.seconds = 0.0
         """Duration of the last load, including writing and checking."""
         self.loads = 0
-        told: list[About] = []
-        self._in_thread(lambda: told.append(server.about()))
-        self.about = told[0]
+        found: list[About] = []
+        self._in_thread(lambda: found.append(server.about()))
+        self.about = found[0]
         _clear(directory, keep=())
         self.follow()
 

@@ -294,11 +294,11 @@ class Vllm:
             answer=VllmScores,
             seconds=SCORE_SECONDS,
         ).choices
-        for told in (
+        for candidate in (
             each for choice in choices for at in choice.logprobs.content for each in at.top_logprobs
         ):
-            if told.token_id == token:
-                return told.logprob
+            if candidate.token_id == token:
+                return candidate.logprob
         raise ServerFailed("answer", "the log-probability of a token is missing")
 
     def load(self, directory: Path, version: str) -> None:
@@ -452,9 +452,9 @@ class Sglang:
             answer=SglangAnswer,
             seconds=SCORE_SECONDS,
         )
-        told = answer.meta_info.input_token_logprobs[-len(ids) :]
-        scores = [score for score, token, _ in told if score is not None]
-        if [token for _, token, _ in told] != list(ids) or len(scores) != len(ids):
+        scored = answer.meta_info.input_token_logprobs[-len(ids) :]
+        scores = [score for score, token, _ in scored if score is not None]
+        if [token for _, token, _ in scored] != list(ids) or len(scores) != len(ids):
             raise ServerFailed("answer", "prompt log-probabilities are missing")
         return scores
 

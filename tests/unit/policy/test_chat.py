@@ -45,7 +45,7 @@ def test_system_prompt_and_arguments_stand_around_every_question(tokenizer) -> N
     assert asked(tokenizer, enable_thinking=True) == asked(tokenizer)
 
 
-def test_without_a_template_there_is_nothing_to_tell(tokenizer) -> None:
+def test_settings_of_a_missing_template_are_refused(tokenizer) -> None:
     tokenizer.chat_template = None
     assert asked(tokenizer) == "3+4?"
     with pytest.raises(
@@ -64,11 +64,15 @@ def test_without_a_template_there_is_nothing_to_tell(tokenizer) -> None:
         ),
         ("{% if %}", {}, "the chat template of policy.model fails"),
         ("{{ messages[7].content }}", {}, "fails"),
-        (TEMPLATE, {"chat_template": "{{ 7 }}"}, "chat_template is no argument of a template"),
+        (
+            TEMPLATE,
+            {"chat_template": "{{ 7 }}"},
+            "chat_template is an argument of apply_chat_template",
+        ),
         (
             TEMPLATE,
             {"tokenize": True, "tools": "x"},
-            "tokenize, tools is no argument of a template",
+            "tokenize, tools is an argument of apply_chat_template",
         ),
     ],
 )

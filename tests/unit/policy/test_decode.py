@@ -1,100 +1,62 @@
-"""Decoding with memory of fixed size equals decoding with a growing cache. Recorded steps are in
-test_gpu_policy.py."""
+"""Decoding in slots equals decoding with a growing cache, for rows of different lengths. Recorded
+steps are in test_gpu_policy.py and test_recorded.py."""
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from swarmnode.policy import decode
+from swarmnode.policy.decode import grow
+from swarmnode.policy.recorded import recordable
+from swarmnode.policy.slots import fill, unsuited
 
 PROMPTS = [[5, 9, 7, 12, 8], [11, 6], [9, 9, 4]]
-GENERATIONS, STEPS = 3, 7
+GENERATIONS, STEPS = 3, 40
+ROWS = len(PROMPTS) * GENERATIONS
 
 
-def prefilled(policy):
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[policy.pad_id] * (width - len(p)) + p for p in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=policy.model.config)
-    policy.logits(ids, mask, positions, 1, cache)
-    return (
-        cache,
-        mask.repeat_interleave(GENERATIONS, 0),
-        positions[:, -1:].repeat_interleave(GENERATIONS, 0),
-    )
+def tokens_of(steps):
+    return torch.randint(4, 40, (steps, ROWS), generator=torch.Generator().manual_seed(0))
+
+
+def same(found, expected):
+    assert found.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @torch.no_grad()
-def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
+def test_slots_compute_the_logits_of_a_growing_cache(policies, kind):
+    """The slots have 8 columns at first, so that their memory grows several times."""
     policy = policies[kind]
-    assert decode.has_fixed_form(policy)
-    fixed = decode.FixedDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
-    growing = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        token = torch.randint(4, 40, (len(PROMPTS) * GENERATIONS,), generator=generator)
-        ours, theirs = fixed(token), growing(token)
-        assert ours.std() > 0.1
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert not unsuited(policy)
+    slots, found = fill(policy, PROMPTS, GENERATIONS, 8)
+    growing, expected = grow(policy, PROMPTS, GENERATIONS, STEPS)
+    same(found, expected)
+    for token in tokens_of(STEPS):
+        same(slots.advance(token), growing.advance(token))
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        ("llama", decode.GrowingDecoder),
-        ("mistral", decode.GrowingDecoder),
-        ("gpt2", decode.GrowingDecoder),
-        ("llama", decode.FixedDecoder),
-        ("gpt2", decode.FixedDecoder),
-    ],
+    ("kind", "start"),
+    [("llama", grow), ("mistral", grow), ("gpt2", grow), ("llama", fill), ("gpt2", fill)],
 )
 @torch.no_grad()
-def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, way):
-    policy, count = policies[kind], len(PROMPTS) * GENERATIONS
-    all_of_them = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
-    some = way(policy, *prefilled(policy), GENERATIONS, STEPS)
-    tokens = torch.randint(4, 40, (STEPS, count), generator=torch.Generator().manual_seed(0))
-    left = torch.arange(count)
-    for number, token in enumerate(tokens):
-        torch.testing.assert_close(
-            some(token[left]), all_of_them(token)[left], atol=1e-4, rtol=1e-4
-        )
+def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, start):
+    policy = policies[kind]
+    every, _ = grow(policy, PROMPTS, GENERATIONS, STEPS)
+    some, _ = start(policy, PROMPTS, GENERATIONS, STEPS)
+    left = list(range(ROWS))
+    for number, token in enumerate(tokens_of(7)):
+        same(some.advance(token[left]), every.advance(token)[left])
         if number in (1, 4):
-            going_on = torch.arange(number % 2, len(left), 2)
-            some.keep(going_on)
-            left = left[going_on]
-    assert left.tolist() == [1, 5]
+            kept = list(range(number % 2, len(left), 2))
+            some.keep(kept)
+            left = [left[row] for row in kept]
+    assert left == [1, 5]
 
 
-@torch.no_grad()
-def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
-    monkeypatch.setattr(decode, "ROOM", 2)
-    policy = policies["qwen2"]
-    fixed = decode.FixedDecoder(policy, *prefilled(policy), GENERATIONS, 40)
-    growing = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, 40)
-    sizes = set()
-    for number in range(40):
-        token = torch.full((len(PROMPTS) * GENERATIONS,), 5 + number % 20)
-        torch.testing.assert_close(fixed(token), growing(token), atol=1e-4, rtol=1e-4)
-        sizes.add(fixed._allowed.shape[1])
-    assert sizes == {8, 10, 14, 22, 38, 48}  # 6 of the prompts and 40, rounded up
+def test_slots_do_not_suit_a_sliding_window(policies):
+    assert "sliding" in unsuited(policies["mistral"])
 
 
-@torch.no_grad()
-def test_a_sliding_window_has_no_fixed_form(policies):
-    assert not decode.has_fixed_form(policies["mistral"])
-
-
-@torch.no_grad()
-def test_a_cpu_records_nothing(policies):
-    policy = policies["llama"]
-    cache, mask, position = prefilled(policy)
-    assert not decode.recordable(policy)
-    assert isinstance(
-        decode.decoder(
-            policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100
-        ),
-        decode.FixedDecoder,
-    )
+def test_nothing_is_recorded_on_a_cpu(policies):
+    assert not recordable(policies["llama"])

@@ -72,7 +72,7 @@ CARDS = [
 ALL = [torch.device(card.device) for card in CARDS]
 
 
-def test_auto_leaves_out_what_is_busy_or_much_smaller():
+def test_auto_excludes_busy_and_much_smaller_gpus():
     chosen, left_out = training_devices(PolicyConfig(), ALL, CARDS, 5 * GIB)
     assert [str(each) for each in chosen] == ["cuda:0", "cuda:3"]
     assert left_out == [

@@ -115,7 +115,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak"
 )
 def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
     """Measured in a separate process by the kernel's peak resident set size."""
@@ -240,7 +240,7 @@ def test_only_a_single_gpu_samples_more_than_it_trains(embedded, monkeypatch, ki
     )
 
 
-def test_each_thing_costs_what_it_says():
+def test_footprint_parts_have_their_documented_sizes():
     shape, plain = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16")
     at = lambda **changed: footprint(shape, dataclasses.replace(plain, **changed), 2048)
     assert at().weights == at().gradients == 4 * shape.parameters
@@ -330,7 +330,7 @@ def test_the_command_does_not_load_torch():
         ),
     ],
 )
-def test_what_is_no_model_is_said_in_one_line(tmp_path, files, says, capsys):
+def test_invalid_model_is_refused_in_one_line(tmp_path, files, says, capsys):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(Unavailable, match=says):
@@ -339,7 +339,7 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path, files, says, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_length_that_makes_no_sense_is_refused(capsys):
+def test_invalid_length_is_refused(capsys):
     assert run(["plan", "embedded", "--length", "0"]) == 78
     assert run(["plan", "embedded", "--memory", "much"]) == 78
     capsys.readouterr()

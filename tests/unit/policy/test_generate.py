@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import decode
+from swarmnode.policy.decode import GrowingDecoder
 from swarmnode.policy.generate import Sampling, draw, generate, sample, uniforms
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
+from swarmnode.policy.slots import Slots
+from swarmnode.policy.ways import Row, plain_logprobs
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 # of different lengths
@@ -69,11 +71,11 @@ def test_dropping_ended_rows_changes_nothing(policies, kind, monkeypatch):
     # one in ten tokens ends
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
-    for kind in (decode.GrowingDecoder, decode.FixedDecoder):
+    for kind in (GrowingDecoder, Slots):
         monkeypatch.setattr(
             kind,
-            "__call__",
-            lambda self, token, real=kind.__call__: run.append(len(token)) or real(self, token),
+            "advance",
+            lambda self, token, real=kind.advance: run.append(len(token)) or real(self, token),
         )
     groups = generate(policy, PROMPTS, sampling, policy.random_generator(3))
     steps, lengths = list(run), [len(c) for g in ids(groups) for c in g]
@@ -82,14 +84,10 @@ def test_dropping_ended_rows_changes_nothing(policies, kind, monkeypatch):
         "never half of them for nothing"
     )
     assert 4 * steps[-1] < steps[0] <= len(lengths)
-
-    # one that takes no rows out
-    monkeypatch.setattr(decode.GrowingDecoder, "keeps_rows", False)
-    monkeypatch.setattr(decode.FixedDecoder, "keeps_rows", False)
-    run.clear()
-    everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
-    assert run == [len(lengths)] * len(steps)
-    assert ids(everything) == ids(groups)
+    for group in groups:
+        for completion in group.completions:
+            expected = plain_logprobs(policy, Row(group.prompt_ids, completion.ids))
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_prompt_does_not_depend_on_its_neighbours(policies):
@@ -129,7 +127,7 @@ def test_eos_is_in_the_ids_but_not_in_the_text(embedded):
         assert "<eos>" not in c.text
 
 
-def test_a_completion_that_is_cut_off_says_so(embedded):
+def test_truncated_completion_has_finish_length(embedded):
     groups = generate(embedded, PROMPTS, Sampling(8, 1), embedded.random_generator(3))
     cut = [c for g in groups for c in g.completions if c.ids != [embedded.eos_id]]
     assert cut

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import decode, logprobs
-from swarmnode.policy.engine import recorded
+from swarmnode.policy import logprobs, recorded, slots
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
@@ -70,23 +69,24 @@ def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, t
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, monkeypatch):
     policy = load(model_dir(kind))
-    used = []
-    real = decode.RecordedDecoder._record
+    made = []
+    real = recorded.record
     monkeypatch.setattr(
-        decode.RecordedDecoder, "_record", lambda self: (real(self), used.append(self._graph))[0]
+        recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
     )
     # another batch shape, then weights that have moved: every call records anew
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
-        recorded = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
+        before = len(made)
+        found = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
+        assert len(made) > before
         with monkeypatch.context() as patch:
-            patch.setattr(decode, "RECORD_FROM", 1000)
+            patch.setattr(recorded, "recordable", lambda policy: False)
             single = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
-        assert [i for _, i in rows(recorded)] == [i for _, i in rows(single)]
+        assert [i for _, i in rows(found)] == [i for _, i in rows(single)]
         with torch.no_grad():
             for parameter in policy.trainable_parameters():
                 parameter.mul_(1.01)
-    assert len(used) == 3
-    assert all(graph is not None for graph in used)
+    assert all(graph is not None for graph in made)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
@@ -122,24 +122,15 @@ def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, m
     assert all(graph is not None for graph in made)
 
 
-def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):
-    policy = load(model_dir("qwen2"))
-    monkeypatch.setattr(decode, "ROOM", 4)
-    grown = generate(policy, PROMPTS, Sampling(4, 40), policy.random_generator(1))
-    monkeypatch.setattr(decode, "RECORD_FROM", 1000)
-    single = generate(policy, PROMPTS, Sampling(4, 40), policy.random_generator(1))
-    assert [i for _, i in rows(grown)] == [i for _, i in rows(single)]
-
-
 def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
     policy = load(model_dir("llama"))
-    real, steps = decode.RecordedDecoder._step, []
+    real, steps = slots.next_logits, []
 
-    def looks_at_a_value(self):
-        steps.append(float(self._column[0]))  # a copy to the host: forbidden while recording
-        real(self)
+    def looks_at_a_value(policy, token, *rest):
+        steps.append(int(token[0, 0]))  # a copy to the host: forbidden while recording
+        return real(policy, token, *rest)
 
-    monkeypatch.setattr(decode.RecordedDecoder, "_step", looks_at_a_value)
+    monkeypatch.setattr(slots, "next_logits", looks_at_a_value)
     with caplog.at_level(logging.WARNING):
         groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(1))
     assert "cannot record a decoding step" in caplog.text

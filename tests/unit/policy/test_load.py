@@ -223,7 +223,7 @@ def test_a_hub_name_without_network_is_one_line(offline):
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_that_is_no_model(tmp_path):
+def test_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(Unavailable, match=r"no config\.json"):
         load_policy(cpu(tmp_path))
 
@@ -265,7 +265,7 @@ def test_weights_of_another_shape(llama):
         load_policy(cpu(llama))
 
 
-def test_a_device_that_is_not_there(monkeypatch):
+def test_missing_device_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="sees 0 CUDA devices"):
         load_policy(PolicyConfig(devices="cuda"))
@@ -368,7 +368,7 @@ def test_a_model_beyond_float16_is_loaded_in_float32(
     load_policy(PolicyConfig(devices="cpu", dtype="float32"))  # accelerate's precision is global
 
 
-def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
+def test_log_names_a_configured_dtype(monkeypatch):
     pretend(monkeypatch, (9, 0))
     assert (
         device.probe(PolicyConfig(dtype="float16")).reason

@@ -62,7 +62,7 @@ def passes(request, monkeypatch):
         "logits_tokens",
         lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6,
     )
-    monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
+    monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # at any cost
     packed = request.param.startswith("packed")
     monkeypatch.setattr(logprobs, "PACKED_GAIN_ELSEWHERE", 0.0 if packed else 10**6)
     if request.param == "packed in one batch":

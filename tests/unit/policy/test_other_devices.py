@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
@@ -83,7 +83,7 @@ def test_sampling_and_scoring_make_no_float64_on_the_device():
     assert all(torch.allclose(each, found[0], atol=1e-4) for each in found)
 
 
-def test_the_rule_is_kept():
+def test_stand_in_refuses_float64_like_mps():
     with Mps(), pytest.raises(TypeError, match="MPS"):
         torch.zeros(2).square().double()
     with Mps():

@@ -38,12 +38,12 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
         load.quantization(policy("4bit"), CUDA)
 
 
-def test_a_cpu_is_refused_before_anything_is_read(installed):
+def test_quantisation_on_a_cpu_fails_before_loading(installed):
     with pytest.raises(Unavailable, match="needs a CUDA device, not cpu"):
         load.load_policy(policy("8bit").model_copy(update={"devices": "cpu"}))
 
 
-def test_what_bitsandbytes_is_asked_for(installed):
+def test_quantisation_settings_of_bitsandbytes(installed):
     eight, four = load.quantization(policy("8bit"), CUDA), load.quantization(policy("4bit"), CUDA)
     assert (eight.load_in_8bit, eight.load_in_4bit) == (True, False)
     assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_compute_dtype) == (

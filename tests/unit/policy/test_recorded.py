@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from swarmnode.policy.engine import recorded
+from swarmnode.policy import recorded
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling

@@ -60,7 +60,7 @@ def test_a_server_beside_the_trainer_leaves_it_room(model, cards):
     assert "--gpu-memory-utilization" not in several.arguments
 
 
-def test_sglang_gets_its_own_words(model, cards):
+def test_sglang_requests_have_its_field_names(model, cards):
     server = {"kind": "sglang", "url": "http://127.0.0.1:30000"}
     words = made(cards(0), model=model, lora={"r": 12}, server=server).arguments
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
@@ -69,7 +69,7 @@ def test_sglang_gets_its_own_words(model, cards):
     assert option(words, "--dtype") == "float32"
 
 
-def test_a_rank_that_vllm_does_not_take_is_said(model, cards):
+def test_rank_that_vllm_does_not_support_is_refused(model, cards):
     with pytest.raises(ConfigError, match="rank 512"):
         made(cards(0), model=model, lora={"r": 600})
 

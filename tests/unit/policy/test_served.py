@@ -17,8 +17,8 @@ from swarmnode.doctor import probes
 from swarmnode.policy.engine import served as served_module
 from swarmnode.policy.engine import servers
 from swarmnode.policy.engine.client import JsonClient, ServerFailed
-from swarmnode.policy.engine.keeper import keeper
 from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.selector import select_engine
 from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.servers import make_server
@@ -269,7 +269,7 @@ def server_first(stand_in, policy, directory):
         lambda: ServedWeights(server, policy, directory, lambda: None),
         lambda weights, how, rng: Served(server, weights, policy, how, lambda: None, rng, clock),
         sampling,
-        lambda: keeper(
+        lambda: select_engine(
             policy, MicroBatcher(4096), ["lockstep"], sampling, policy.random_generator(0)
         ),
         clock,
@@ -375,7 +375,7 @@ def test_wait_for_a_silent_server_is_bounded(first):
     assert "/health" not in stand_in.asked, "a long step is no silence of the server's"
     clock.step = served_module.HEALTH_SECONDS + 1
     assert engine.finished(0) == []
-    assert stand_in.asked.count("/health") == 1, "it is asked whether it is there"
+    assert stand_in.asked.count("/health") == 1, "a health check is sent"
     with capture_logs() as said:
         assert len(drained(engine)) == 3
     assert [line["reason"] for line in took_over(said)] == ["timeout"]

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import decode, step
+from swarmnode.policy import slots
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import plain_logprobs
@@ -82,9 +82,9 @@ def loaded(tmp_path, embedded):
 @pytest.mark.parametrize("name", COVERED)
 def test_sampled_logprobs_are_those_of_transformers(loaded, name, monkeypatch):
     policy = loaded(COVERED[name])
-    assert step.writes_out(policy)
-    used, real = [], step._step
-    monkeypatch.setattr(step, "_step", lambda *given: (used.append(1), real(*given))[1])
+    assert slots.writes_out(policy)
+    used, real = [], slots.written_step
+    monkeypatch.setattr(slots, "written_step", lambda *given: (used.append(1), real(*given))[1])
     groups = generate(
         policy, ["Calculate 10 + 8.", "12"], Sampling(3, 40), policy.random_generator(1)
     )
@@ -98,12 +98,12 @@ def test_sampled_logprobs_are_those_of_transformers(loaded, name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
 def test_other_models_decode_by_transformers(policies, kind):
-    assert not step.writes_out(policies[kind])
+    assert not slots.writes_out(policies[kind])
 
 
 def test_a_model_of_another_kind_is_not_tried(loaded):
     policy = loaded(Gemma2Config(head_dim=8, sliding_window=64, **SHAPE))
-    assert not step.writes_out(policy)
+    assert not slots.writes_out(policy)
     assert "gemma2" in policy.obstacles["written-out step"]
 
 
@@ -113,9 +113,9 @@ def test_a_model_that_computes_something_else_fails_the_trial(policies, monkeypa
     layer = policy.base.model.layers[0]
     real = layer.mlp.forward
     monkeypatch.setattr(layer.mlp, "forward", lambda states: 1.1 * real(states))
-    assert not step.writes_out(policy)
+    assert not slots.writes_out(policy)
     assert "differ" in policy.obstacles["written-out step"]
-    assert decode.has_fixed_form(policy)
+    assert not slots.unsuited(policy)
     generate(policy, ["12"], Sampling(2, 8), policy.random_generator(1))
 
 
@@ -124,7 +124,7 @@ def test_an_adapter_is_part_of_the_step(model_dir):
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    assert step.writes_out(policy)
+    assert slots.writes_out(policy)
     for some in (policy, policy.reference()):
         (group,) = generate(some, ["12"], Sampling(3, 12), policy.random_generator(1))
         for completion in group.completions:

@@ -14,14 +14,14 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered, keeper
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.engine.selector import answered, select_engine
 from swarmnode.policy.examine import examine
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.policy.trial import long_rows, try_loaded
 from swarmnode.policy.ways import Row
@@ -147,7 +147,7 @@ def test_a_trainer_whose_questions_are_all_too_long_ends(opened):
 @pytest.mark.parametrize("option", ["lockstep", "continuous"])
 def test_an_engine_refuses_a_prompt_without_room(opened, option):
     _, policy = opened("gpt2")
-    engine = keeper(
+    engine = select_engine(
         policy, MicroBatcher(4096), [option], Sampling(2, 8), policy.random_generator(0)
     )
     with pytest.raises(PromptTooLong, match="context of 64"):
@@ -299,7 +299,7 @@ def test_a_model_that_cannot_train_is_refused(embedded, monkeypatch, harm):
     assert "\n" not in str(refused.value)
 
 
-def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
+def test_doctor_reports_why_a_model_cannot_train(tmp_path, embedded):
     model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
     config = Config(policy=PolicyConfig(model=str(model), devices="cpu"), training=TRAINING)
     facts = probes.device(config, trial=True)
@@ -309,7 +309,7 @@ def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
     assert "cannot be trained" in found.what
 
 
-def test_doctor_survives_whatever_a_model_raises(monkeypatch):
+def test_doctor_survives_any_error_of_a_model(monkeypatch):
     def spoilt(*args):
         raise AttributeError("conv_states")
 

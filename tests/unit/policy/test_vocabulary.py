@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Incompatible
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import (

@@ -60,7 +60,7 @@ def test_gdpo_tells_apart_what_a_sum_makes_equal():
     assert apart[0, 0] > apart[0, 1]
 
 
-def test_gdpo_does_not_care_about_one_rewards_scale():
+def test_gdpo_does_not_depend_on_a_rewards_scale():
     rewards = torch.rand(4, 6, 2, generator=torch.Generator().manual_seed(0))
     scaled = rewards * torch.tensor([1.0, 1000.0])
     assert torch.allclose(advantages(rewards, "gdpo"), advantages(scaled, "gdpo"), atol=2e-3)
@@ -106,7 +106,7 @@ def test_refuses_an_unknown_estimator_and_names_the_known():
 
 
 @pytest.mark.parametrize("longest", [1, 7, 20, 100, 4096])
-def test_what_length_costs_is_what_it_costs_in_trl(longest):
+def test_overlong_penalty_equals_trls(longest):
     rewards = pytest.importorskip("trl.rewards")
     theirs = rewards.get_soft_overlong_punishment(longest, max(1, longest // 5))
     lengths = sorted(
@@ -118,6 +118,6 @@ def test_what_length_costs_is_what_it_costs_in_trl(longest):
     )
 
 
-def test_a_completion_that_was_cut_loses_all_of_it_at_any_length():
+def test_truncated_completion_has_the_whole_penalty():
     assert overlong_penalty(3, True, 100) == 1.0
     assert overlong_penalty(3, False, 100) == 0.0

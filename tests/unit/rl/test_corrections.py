@@ -1,4 +1,4 @@
-"""What an external group may weigh."""
+"""Weights and checks of external groups, and corrections of own ones."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_a_liar_never_weighs_more_than_an_honest_peer(sender):
 
 
 @pytest.mark.parametrize("sender", [0.0, math.nan, math.inf, 1e30])
-def test_below_the_floor_or_not_finite_it_weighs_nothing(sender):
+def test_weight_is_0_below_the_floor_or_if_not_finite(sender):
     assert correction(-300.0, sender) == 0.0
 
 
@@ -113,7 +113,7 @@ def test_surprise_check_takes_a_group_with_one_lucky_completion():
 
 
 @pytest.mark.parametrize("excess", [[], [1.0, math.inf], [math.nan]])
-def test_what_cannot_be_compared_is_refused_and_weighs_nothing(excess):
+def test_excess_that_is_not_finite_is_refused(excess):
     assert not surprise_check(torch.tensor(excess), 1e9)
     assert burst_weight(torch.tensor(excess), 1e9) == 0.0
 
@@ -123,7 +123,7 @@ SLACK = burst_slack(50)
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("count", [5, 500])
-def test_what_a_policy_sampled_weighs_all_however_long_it_is(seed, count):
+def test_samples_of_any_length_have_full_weight(seed, count):
     policy = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
     assert burst_weight(excess_surprise(*sampled(policy, policy, count, seed)), SLACK) == 1.0
 
@@ -138,7 +138,7 @@ def test_burst_of_improbable_tokens_has_no_weight():
     assert 0 < between[2] < between[1] <= 1
 
 
-def test_a_payload_is_found_however_much_honest_text_is_around_it():
+def test_payload_is_found_within_honest_text():
     honest = torch.zeros(2000)
     honest[1000:1008] = 9.0
     assert float(honest.mean()) < 0.04, "no mean shows it"
@@ -171,7 +171,7 @@ def test_a_tokens_weight_is_truncated_masked_above_or_masked_outside():
     assert BAND[0] <= 0.5
 
 
-def test_a_sequences_weight_is_the_product_of_its_tokens_for_all_of_them():
+def test_sequence_weight_is_the_product_of_token_ratios():
     first, second = 0.1 * 0.6 * 3 * 9, 0.5 * 2 * 1.9  # 1.62 and 1.9
     expected = torch.tensor([[first] * 5, [second] * 3 + [0.0] * 2])
     for kind in ("tis", "mis", "icepop"):
@@ -188,7 +188,7 @@ def test_a_sequences_weight_is_the_product_of_its_tokens_for_all_of_them():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
-def test_what_is_not_finite_weighs_nothing_and_no_gradient_flows(kind, level):
+def test_weights_that_are_not_finite_are_0(kind, level):
     old = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     for wrong in (math.nan, math.inf, -math.inf):
         found = importance_weights(

@@ -1,4 +1,4 @@
-"""What a curriculum asks next. pytest tests/unit/rl/test_curricula.py"""
+"""The bucket that a curriculum chooses."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ def weight(curriculum, bucket):
     return alpha + beta - 2.0
 
 
-def test_of_nothing_known_all_buckets_are_asked_alike():
+def test_buckets_without_evidence_are_drawn_uniformly():
     counts = drawn(Curriculum([EASY, GOOD, HARD, GOOD]))
     assert set(counts) == {EASY, GOOD, HARD}
     assert max(counts.values()) < 1.2 * min(counts.values())
@@ -36,7 +36,7 @@ def test_prefers_informative_buckets_and_explores_others():
     assert min(counts[EASY], counts[HARD]) > 0.7 * 2000 * EXPLORE / 3
 
 
-def test_where_most_buckets_are_too_hard_another_one_is_expected_to_be():
+def test_prior_of_an_untried_bucket_is_the_mean_of_all():
     buckets = [Bucket("rg/gcd", difficulty) for difficulty in range(16)]
     curriculum = Curriculum(buckets)
     assert curriculum.posterior(buckets[-1]) == (1.0, 1.0)
@@ -44,7 +44,7 @@ def test_where_most_buckets_are_too_hard_another_one_is_expected_to_be():
         curriculum.own(bucket, bucket == buckets[0])
     assert curriculum.expected()[buckets[-1]] == pytest.approx((1 + 1) / (2 + 8))
     assert drawn(curriculum)[buckets[0]] > 0.2 * 2000, (
-        "one that taught is asked again before all others were tried"
+        "a useful bucket is preferred before all others were tried"
     )
 
 
@@ -54,7 +54,7 @@ def test_the_same_generator_makes_the_same_choices():
     assert [one.choose(first) for _ in range(50)] == [other.choose(second) for _ in range(50)]
 
 
-def test_what_was_mastered_long_ago_is_forgotten():
+def test_old_evidence_decays():
     curriculum = Curriculum([EASY, GOOD])
     for _ in range(100):
         curriculum.own(EASY, True)
@@ -71,6 +71,6 @@ def test_evidence_is_the_number_of_own_groups_that_count():
     assert curriculum.evidence() == {EASY: 0.0, GOOD: 1.0}
 
 
-def test_a_curriculum_of_nothing_is_refused():
+def test_curriculum_without_buckets_is_refused():
     with pytest.raises(ValueError, match="no bucket"):
         Curriculum([])

@@ -1,4 +1,4 @@
-"""The loss: what is clipped, what is averaged, and that parts add up to the whole."""
+"""The loss: clips, means, and sums over micro-batches."""
 
 import math
 from typing import get_args
@@ -69,13 +69,13 @@ def test_delta_bounds_what_a_negative_advantage_can_do():
     assert gradient_at_ratio(3.0, -1.0, delta=4.0) == pytest.approx(3.0, rel=1e-4)
 
 
-def test_where_the_policy_has_not_moved_the_gradient_is_the_advantage():
+def test_gradient_at_ratio_1_is_the_advantage():
     logprobs, _, advantages, mask, _ = a_batch()
     loss_of(logprobs, logprobs.detach(), advantages, mask).loss.backward()
     assert torch.allclose(logprobs.grad, -advantages.unsqueeze(1) * mask / mask.sum(), atol=1e-6)
 
 
-def test_clip_fraction_counts_tokens_whose_gradient_is_gone():
+def test_clip_fraction_counts_tokens_without_gradient():
     logprobs, old, advantages, mask, _ = a_batch(rows=40)
     result = loss_of(logprobs, old, advantages, mask, delta=1.4, epsilon_high=0.28)
     result.loss.backward()

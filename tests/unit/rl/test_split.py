@@ -32,7 +32,7 @@ def test_own_groups_never_fall_below_the_floor():
     assert split.own_groups == 2
 
 
-def test_a_burst_is_taken_however_quiet_it_was_before():
+def test_room_for_external_groups_stays_constant():
     split = AdaptiveSplit(8)
     for _ in range(50):
         split.observe(0)
@@ -48,7 +48,7 @@ def test_generation_rises_again_when_rewards_dry_up():
 
 @pytest.mark.parametrize(("q", "nodes"), [(0.03, 8), (0.1, 8), (0.16, 8), (0.4, 8), (0.1, 3)])
 def test_the_fixed_point_is_the_split_with_most_useful_groups(q, nodes):
-    # everybody follows the rule; each own group is useful with probability q
+    # all nodes follow the rule; each own group is useful with probability q
     batch, rng = 8, random.Random(0)
     splits, pools = [AdaptiveSplit(batch) for _ in range(nodes)], [0] * nodes
     own = []

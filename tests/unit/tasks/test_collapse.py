@@ -1,4 +1,4 @@
-"""`trainer.collapse`: a majority that chooses one answer for every question is seen."""
+"""`reporting.WinningAnswers`: one answer to every question is detected in majority votes."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from swarmnode.config import DatasetConfig
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.tasks import registry
-from swarmnode.trainer.collapse import FEWEST, WINDOW, WinningAnswers
+from swarmnode.trainer.reporting import FEWEST, WINDOW, WinningAnswers
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 
 NAME = "data/open"

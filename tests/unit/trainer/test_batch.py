@@ -150,7 +150,7 @@ def test_partial_completion_weighs_its_share_of_the_length(sample):
     assert weights == pytest.approx([1 / whole, 0, 0, 0])
 
 
-def test_of_a_stranger_s_episode_its_sampled_tokens_count(sample):
+def test_only_sampled_tokens_of_a_peers_episode_count(sample):
     """Text between two actions is not trained on and does not count as length."""
     group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     ids, sampled = [30, 1, 40, 41, 31, 1], [True, True, False, False, True, True]

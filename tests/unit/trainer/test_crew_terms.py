@@ -29,7 +29,7 @@ def test_nodes_of_one_configuration_name_one_model():
         {"training": {"learning_rate": 1e-5}},
     ],
 )
-def test_whoever_trains_otherwise_names_another(sections):
+def test_terms_cover_every_setting_of_training(sections):
     assert terms(**sections) != terms()
 
 

@@ -138,7 +138,7 @@ def test_a_server_samples_every_turn_and_steps_learn_from_it(served, scorer):
     )
 
 
-def test_episodes_go_on_when_the_server_is_gone(served, scorer):
+def test_episodes_continue_without_the_server(served, scorer):
     node, server = served
     node.step()
     server.stop()

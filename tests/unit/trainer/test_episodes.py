@@ -245,12 +245,12 @@ def test_a_text_that_names_no_tools_is_itself(text):
 
 
 @pytest.mark.parametrize("form", [FORM, '{"fields": {"tool_calls": {"open": "<"}}}'])
-def test_a_first_text_is_split_into_what_it_was_made_of(form):
+def test_first_text_is_split_into_tools_and_question(form):
     found = split(describe("What?\nNow.", [TOOL, TOOL], form))
     assert found == FirstText("What?\nNow.", form, (TOOL, TOOL))
 
 
-def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy, monkeypatch):
+def test_first_text_of_a_task_decides_about_the_template(policy, monkeypatch):
     monkeypatch.setattr(module, "task_version", lambda name: "v")
     strips = SHOWN + STRIPS_THINKING_BEFORE_A_USER.replace("<|im_end|>", CALLS)
     text = replace(policy, tokenizer=template(policy, strips))
@@ -268,7 +268,7 @@ def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy,
 
 
 def test_the_form_of_another_model_is_not_compiled(policy):
-    """It may have been written to hang who compiles it."""
+    """A response template of another model may hang the process that compiles it."""
     tokenizer = template(policy, WITH_TOOLS.replace("<tool_call>", "[CALL]"))
     form = {
         "start_anchor": "x",
@@ -331,7 +331,7 @@ def test_a_template_that_opens_the_thought_is_tested_with_the_rest(policy):
     assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-# ---- what is learnt from -------------------------------------------------------------------------
+# ---- trained tokens -------------------------------------------------------------------------
 
 MASKED = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1], [True] * 3 + [False] * 2 + [True] * 2)
 PLAIN = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1])
@@ -386,8 +386,7 @@ def test_lengths_of_episodes_are_those_of_their_turns():
 
 @pytest.mark.parametrize("batch", [16384, 60])
 def test_a_turn_goes_on_from_the_tokens_before_it(policy, batch):
-    """Whether its row was kept or is run again (batch: room for some rows only): what is recorded
-    is what training computes."""
+    """Rows are kept between turns, or run again if the batch has room for some rows only."""
     engine = continuous(policy, batch=batch)
     episodes = Episodes(engine, policy, Walk())
     ((group,), failed) = finished(episodes, engine)
@@ -575,7 +574,7 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
         assert len(row.sampled) == len(row.completion)
 
 
-def test_a_peers_episode_with_tools_is_rebuilt_as_its_author_wrote_it(policy):
+def test_a_peers_episode_with_tools_has_the_authors_ids(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = WITH_TOOLS
     policy = replace(policy, tokenizer=tokenizer)
@@ -620,6 +619,6 @@ def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
     assert not judgement.accepted
 
 
-def test_what_is_no_episode_is_handed_on(policy):
+def test_requests_outside_episodes_are_returned_unchanged(policy):
     one = FinishedRequest(7, GroupSample([1], [SampledCompletion([2], [-1.0], "a", "eos")]))
     assert Episodes(continuous(policy), policy, Walk()).play([one], 0) == ([one], [])

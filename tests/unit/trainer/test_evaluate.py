@@ -22,7 +22,7 @@ COST = 1500
 
 
 @pytest.mark.parametrize("every", [0, 5, 10])
-def test_evaluations_take_a_small_share_of_tokens_unless_their_pace_is_set(every):
+def test_evaluations_take_a_small_share_of_tokens_by_default(every):
     training = TrainingConfig(eval_every=every)
     # that of the start
     counters, times = Counters(tokens_total=COST, evaluation_tokens_total=COST), 0

@@ -50,22 +50,24 @@ def own_group():
     )
 
 
-def test_step_requests_publishes_and_takes_groups_in_order():
+def test_step_publishes_then_requests_and_takes_groups():
     groups, link = external(room=6)
     own = [own_group(), own_group()]
-    judgement = groups.exchange(own, policy_version=7)
-    assert link.calls == [("request", 9, 7, 3), ("send", own[0]), ("send", own[1]), ("take", True)]
+    groups.publish(own)
+    judgement = groups.pull(policy_version=7)
+    assert link.calls == [("send", own[0]), ("send", own[1]), ("request", 9, 7, 3), ("take", True)]
     assert (judgement.outcomes, judgement.accepted) == ([], [])
 
 
 def test_full_step_without_sharing_makes_no_calls():
     groups, link = external(room=0, enabled=False)
-    groups.exchange([own_group()], policy_version=7)
+    groups.publish([own_group()])
+    groups.pull(policy_version=7)
     assert link.calls == []
 
 
 def only_the_honest(groups, *_, quota, rescore):
-    """A judge that refuses whatever is not of `honest`."""
+    """A judge that accepts only the groups of `honest` peers."""
     judged = Judgement(
         outcomes=[
             (group, "used" if group.peer.startswith("honest") else "surprise") for group in groups
@@ -93,7 +95,7 @@ def test_step_replaces_refused_groups_once():
     groups, link = external(
         6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d")
     )
-    judgement = groups.exchange([], policy_version=7)
+    judgement = groups.pull(policy_version=7)
     assert link.calls == [
         ("request", 9, 7, 3),
         ("take", True),
@@ -123,7 +125,7 @@ def test_own_sampling_falls_with_used_groups_only(refused, sampled):
         link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0
     )
     for _ in range(20):
-        judgement = groups.exchange([], policy_version=0)
+        judgement = groups.pull(policy_version=0)
         assert len(judgement.accepted) == 4
         plan.observe(groups.learnt(judgement, refused), [])
     assert plan.own_groups == sampled

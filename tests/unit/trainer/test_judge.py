@@ -105,7 +105,7 @@ def test_correction_only_lowers_weights(policy, sample):
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
     unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
-    # what is claimed is at most 0
+    # a claimed log-probability is at most 0
     ratios = [math.exp(math.fsum(c.logprobs) / len(c.ids)) for c in sample.completions]
     assert surer == pytest.approx([max(math.exp(-0.1), ratio) for ratio in ratios], rel=1e-3)
     assert much_surer == pytest.approx(
@@ -194,7 +194,7 @@ def test_invented_text_is_refused_for_all_claims(policy, sample, claims, refused
 
 
 def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
-    """A sender that says nothing of its tokens is held to their sum."""
+    """Without log-probabilities of single tokens, their sum is compared."""
     for claims in (
         {},
         {"tokenizer": b"x" * 32},
@@ -443,10 +443,10 @@ def test_refused_groups_take_no_place_from_others():
 @pytest.mark.parametrize(
     ("there", "drawn", "asked", "accepted"),
     [
-        ("axbxcx", "dyef", [5], "abcdef"),  # lying outnumbers what was drawn for it
-        ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait for whoever lies for ever
+        ("axbxcx", "dyef", [5], "abcdef"),  # refused groups outnumber the reserve
+        ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait forever for peers that lie
         ("axbxcdef", "", [], "abcdef"),
-        ("abc", "", [], "abc"),  # nobody has more
+        ("abc", "", [], "abc"),  # no peer has more
     ],
 )
 def test_refused_groups_are_replaced_once(there, drawn, asked, accepted):

@@ -49,7 +49,7 @@ async def train(data_dir, network, sharing=True, **training):
         nursery.cancel_scope.cancel()
 
 
-async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
+async def test_each_phase_is_reported_when_it_begins(tmp_path):
     """At 7 B each of these takes minutes, and people look at the page meanwhile."""
     network = NetworkSide()
     await train(tmp_path, network, max_steps=2, eval_every=1)
@@ -62,7 +62,7 @@ async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
     ]
 
 
-async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):
+async def test_lone_trainer_learns_and_publishes_its_groups(tmp_path):
     network = NetworkSide()
     await train(tmp_path, network, max_steps=40, eval_every=40)
     last = network.reports[-1]
@@ -78,7 +78,7 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     assert max(report.replayed_groups for report in network.reports) > 0
     # of two fragments, after 25 steps of 50
     assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]
-    # nobody has found a partner for it
+    # no partner was found for it
     assert last.weights.outer_step == last.weights.exchanges_total == 0
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)

@@ -84,6 +84,6 @@ def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
 @pytest.mark.parametrize(
     "more", [["--samples", "64"], ["--questions", "0"], ["--k", "17"], ["--k", "0"]]
 )
-def test_what_cannot_be_measured_is_a_line(more, tmp_path, capsys) -> None:
+def test_impossible_arguments_are_one_line(more, tmp_path, capsys) -> None:
     assert cli.run(["eval", "embedded", "-d", str(tmp_path), *more]) == 78
     assert "--samples 1 to 63" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def learnt(text, verifier):
     row = after.rows[0]
     assert row.prompt + row.completion == [1, *map(ord, text), END]
     assert len(after.old_logprobs[0]) == len(row.completion)
-    assert after.learnt[1] == 2, "an answer that earned nothing is left alone"
+    assert after.learnt[1] == 2, "an answer without a reward is not shortened"
     return after.learnt[0], "".join(map(chr, row.completion[: after.learnt[0]]))
 
 
@@ -105,7 +105,7 @@ def test_an_answer_that_is_needed_is_learnt_with_its_end_token():
     assert verifier.texts == 2, "two texts for each rewarded answer"
 
 
-def test_an_answer_of_one_token_is_learnt():
+def test_one_token_answer_is_trained_on():
     assert learnt("7", Verifier("7"))[0] == 2
     assert learnt("7.", Verifier("7")) == (1, "7")
     assert learnt("+7", Verifier("7")) == (2, "7\0")
@@ -141,7 +141,7 @@ def test_votes_episodes_and_environments_are_not_scored_in_part():
     assert verifier.texts == 0
 
 
-def test_a_scorer_that_fails_is_no_permission_to_learn():
+def test_failing_scorer_refuses_the_group():
     external, accepted = group_of(["12.", "?"], [1.0, 0.0])
     with pytest.raises(ScorerFailed):
         needed_only(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])

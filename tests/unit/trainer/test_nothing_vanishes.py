@@ -20,7 +20,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.swarm import rollback
-from swarmnode.trainer import loop, state
+from swarmnode.trainer import loop, reporting, state
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.trackers import flat
@@ -111,7 +111,7 @@ def test_lengths_of_completions_and_the_share_cut(lengths, cut, mean, p95, share
         TrainingGroup(rows[at : at + 4], [], [], [], was_cut=cut[at : at + 4])
         for at in range(0, len(rows), 4)
     ]
-    assert loop.completion_lengths(groups) == {
+    assert reporting.completion_lengths(groups) == {
         "completion_tokens": pytest.approx(mean),
         "completion_tokens_p95": p95,
         "completion_cut_share": pytest.approx(share),
@@ -119,7 +119,7 @@ def test_lengths_of_completions_and_the_share_cut(lengths, cut, mean, p95, share
 
 
 def test_nothing_sampled_has_no_lengths():
-    assert set(loop.completion_lengths([]).values()) == {None}
+    assert set(reporting.completion_lengths([]).values()) == {None}
 
 
 async def test_every_line_has_the_usual_grpo_metrics(tmp_path):

@@ -1,4 +1,4 @@
-"""The continuous engine through whole steps: sampling, scoring, updates, canary."""
+"""The continuous engine through whole steps: sampling, scoring, updates."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def trained():
     return engine, policy, experiences, updates
 
 
-def test_what_is_unfinished_goes_on_under_the_next_version(trained):
+def test_unfinished_rows_continue_under_the_next_version(trained):
     _, _, experiences, updates = trained
     lags = [lag for experience in experiences for lag in experience.lags]
     assert all(update.stepped for update in updates)
@@ -71,12 +71,12 @@ def test_what_is_unfinished_goes_on_under_the_next_version(trained):
     assert all(experience.rows > 1 for experience in experiences)
 
 
-def test_the_canary_finds_the_engine_where_the_trainer_is(trained):
+def test_the_engine_does_not_fail(trained):
     engine, *_ = trained
-    assert engine.statistics().engine_rebuilds == 0
+    assert engine.statistics().engine_failures == 0
 
 
-def test_the_correction_sees_what_was_sampled_under_earlier_versions(trained):
+def test_the_correction_covers_tokens_of_earlier_versions(trained):
     """Exactly 1 where the sampler is the policy that is trained, less where some of it is older,
     and hardly less at this rate."""
     *_, updates = trained

@@ -77,7 +77,7 @@ def test_cpu_trains_in_smaller_pieces_than_it_samples(engine):
     assert engine.statistics().micro_batch_tokens == 4096 < engine.statistics().generation_tokens
 
 
-def test_an_evaluation_says_that_it_goes_on(engine):
+def test_an_evaluation_reports_progress(engine):
     engine, calls = engine
     with Scorer() as scorer:
         evaluation = Evaluation(

@@ -53,7 +53,7 @@ def test_number_determines_the_question():
     assert series(curriculum=True)[1][:5] == series(curriculum=True)[1][:5]
 
 
-def test_what_own_groups_earned_decides_what_is_asked():
+def test_own_rewards_decide_the_next_questions():
     questions, asked = series(curriculum=True, count=40)
     for _, ref in asked * 5:
         questions.answered(ref, [1.0, 0.0] if ref.difficulty == 1 else [0.0, 0.0])
@@ -62,7 +62,7 @@ def test_what_own_groups_earned_decides_what_is_asked():
     evidence = questions.evidence()
     assert evidence.keys() == signals.keys()
     assert evidence["rg/gcd 1"] == pytest.approx(10.0, abs=0.1), "about the last ten groups"
-    assert series()[0].evidence() == {}, "where all are asked alike nothing is expected"
+    assert series()[0].evidence() == {}, "no expectations without a curriculum"
     later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
     assert later[1] > 140
 

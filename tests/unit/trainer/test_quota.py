@@ -47,7 +47,7 @@ def test_common_token_in_an_unusual_place_is_a_mark():
     assert first <= 6
 
 
-def test_where_own_rewards_are_rare_nothing_is_bounded():
+def test_no_quota_while_own_rewards_are_rare():
     assert marks_taken(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
 
 
@@ -91,7 +91,7 @@ def test_drift_names_what_strangers_write_more_often():
     assert 0.8 < drift.excess <= 0.95
 
 
-def test_what_is_remembered_is_bounded():
+def test_token_counts_are_bounded():
     quota = TokenQuota()
     for number in range(20 * MEMORY_ANSWERS):
         quota.own("t", range(number, number + 10))

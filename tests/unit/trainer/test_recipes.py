@@ -68,7 +68,7 @@ def test_recipes_for_cpu_and_gpus_exist():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_figures_are_the_plans(name):
+def test_recipe_figures_equal_the_plan(name):
     config = settings.load(recipe=name).config
     policy, training = config.policy, config.training
     where = policy.device if policy.device != "auto" else "cuda"
@@ -92,7 +92,7 @@ def test_its_figures_are_the_plans(name):
     assert settings.unsuited(policy, training) == []
 
 
-def test_a_recipe_can_be_looked_at(capsys):
+def test_recipe_is_shown(capsys):
     assert run(["recipes", "show", "cpu-0.5b-lora"]) == 0
     assert capsys.readouterr().out.strip() == text_of("cpu-0.5b-lora").strip()
     assert run(["recipes", "show", "cpu-0.5b-lora", "--json"]) == 0
@@ -137,7 +137,7 @@ def shrunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path):
+def test_recipe_of_a_small_model_samples_cuts_and_learns(name, shrunk, tmp_path):
     """The recipe with a small model on a CPU (float32, 32-bit moments) and answers of at most 160
     tokens."""
     said = [
@@ -224,7 +224,7 @@ def test_recipes_are_listed(capsys):
         ([], []),
     ],
 )
-def test_what_does_not_suit_a_real_model_is_named(said, warnings):
+def test_settings_unsuited_to_a_real_model_are_named(said, warnings):
     config = settings.load(overrides=said).config
     found = settings.unsuited(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
@@ -286,7 +286,7 @@ def test_too_large_recipe_error_names_a_fitting_one(name, free, also, monkeypatc
     )
 
 
-def test_a_row_that_does_not_fit_says_what_would():
+def test_error_of_a_large_row_names_the_remedy():
     line = str(RowTooLarge(3, 9000))
     assert "out of memory with 9000 tokens" in line
     assert all(

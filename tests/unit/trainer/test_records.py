@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_written_costs_lines(tmp_path):
     assert [line["at"] for line in lines(tmp_path / "log" / "steps.jsonl")] == [2.0]
 
 
-def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
+def test_missing_log_directory_is_ignored(tmp_path):
     (tmp_path / "file").write_text("")
     kept = Records(tmp_path / "file")
     kept.step(1.0, REPORT)

@@ -29,7 +29,7 @@ def names(groups):
     return [one.rows[0][1][0] for one in groups]
 
 
-def test_what_taught_nothing_is_not_kept():
+def test_groups_without_a_signal_are_not_stored():
     kept = ReplayBuffer()
     kept.store([group(1), group(2, 0.5, 0.5), group(3, 1.0, 0.0, peer="a")], step=0)
     assert sorted(names(kept.take(8))) == [1, 3]
@@ -47,7 +47,7 @@ def test_group_is_replayed_at_most_uses_times():
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_group_is_kept_for_so_many_steps(late):
+def test_group_is_discarded_after_steps(late):
     kept = ReplayBuffer()
     kept.store([group(1)], step=3)
     for step in range(4, 3 + STEPS + late):
@@ -65,17 +65,17 @@ def test_least_used_and_newest_groups_come_first():
     assert kept.take(0) == kept.take(-1) == []
 
 
-def test_the_oldest_go_where_answers_are_long(monkeypatch):
+def test_oldest_groups_are_discarded_beyond_the_token_limit(monkeypatch):
     monkeypatch.setattr(replay, "TOKENS", 40)
     kept = ReplayBuffer()
     kept.store([group(1, tokens=8), group(2, tokens=8)], step=0)  # of two completions each
     kept.store([group(3, tokens=12)], step=1)
     assert names(kept.take(8)) == [3, 2]
     kept.store([group(4, tokens=400)], step=2)
-    assert len(kept) == 0, "what is longer than all that is kept is not kept either"
+    assert len(kept) == 0, "a group above the limit is not stored"
 
 
-def test_a_buffer_of_no_uses_keeps_nothing():
+def test_disabled_buffer_stays_empty():
     kept = ReplayBuffer(0)
     kept.store([group(1)], step=0)
     assert len(kept) == 0
@@ -138,7 +138,7 @@ def test_only_bounded_objectives_replay_groups(loss_type, again):
     assert len(plan.replayed([group(2)])) == again
 
 
-def test_a_batch_lacks_what_is_not_useful():
+def test_missing_groups_are_those_without_a_signal():
     assert missing_groups(4, [group(1), group(2, 0.0, 0.0)]) == 3
     assert missing_groups(1, [group(1), group(2)]) == 0
 

@@ -114,7 +114,7 @@ def test_dynamic_sampling_continues_until_enough_are_useful(every):
     experience, counters = sampled(every, options=["dynamic_sampling"])
     assert [group.rewards for group in experience.trained] == [[1.0, 0.0]] * 4
     assert len(experience.groups) == len(experience.messages) == counters.sequence == 4 * every
-    assert experience.tokens == 4 * every * 2 * 2, "what was sampled in vain was sampled too"
+    assert experience.tokens == 4 * every * 2 * 2, "tokens of useless groups count"
 
 
 def test_dynamic_sampling_gives_up_at_its_cap():

@@ -49,7 +49,9 @@ def test_control_character_excludes_only_its_completion(character):
     assert group.rewards == [1.0, 0.0, 0.0, 1.0], "the policy is trained away from it"
     assert [c.text for c in shared.completions] == ["4", "5", "4\n\t"]
     assert shared.rewards == [1.0, 0.0, 1.0]
-    assert [line["reason"] for line in said if "reason" in line] == ["charset"], "its owner is told"
+    assert [line["reason"] for line in said if "reason" in line] == ["charset"], (
+        "the operator sees it"
+    )
 
 
 def test_group_with_one_remaining_completion_is_not_shared():
@@ -60,7 +62,7 @@ def test_group_with_one_remaining_completion_is_not_shared():
     assert +Counter(drops.group.statistics().dropped) == {"charset": 1}
 
 
-def test_what_is_clean_is_shared_whole():
+def test_clean_groups_are_published_whole():
     drops = TrainerDrops()
     with capture_logs() as said:
         found = experience(["4", "5"], [1.0, 0.0], drops)

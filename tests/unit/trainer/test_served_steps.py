@@ -71,7 +71,7 @@ def node(request, tmp_path):
         yield engine, step, server
 
 
-def test_steps_learn_from_what_a_server_samples(node):
+def test_steps_train_on_samples_of_a_server(node):
     engine, step, _ = node
     for _ in range(4):
         experience, update = step()
@@ -101,7 +101,7 @@ def test_server_samples_evaluations_with_present_weights(node):
     assert {body["cache_salt"].split(".")[1] for body in asked} == {"2"}, "of the present weights"
 
 
-def test_training_goes_on_when_the_server_is_gone(node):
+def test_training_continues_without_the_server(node):
     engine, step, server = node
     step()
     server.stop()

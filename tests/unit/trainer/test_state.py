@@ -95,7 +95,7 @@ def test_replacing_a_state_does_not_affect_its_reader(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(state, "safe_open", opened)
-    counters, tensors = state.read(tmp_path, "f")
+    counters, tensors = state.read_file(tmp_path / state.FILE, "f")
     assert counters.step == 1
     assert all(
         torch.equal(tensor, expected[name]) for name, tensor in state.weights(tensors).items()
@@ -147,7 +147,7 @@ def test_foreign_state_names_its_settings(tmp_path):
             r" away"
         ),
     ):
-        state.read(tmp_path, state.owner(b"\x02" * 32, 0))
+        state.read_file(tmp_path / state.FILE, state.owner(b"\x02" * 32, 0))
 
 
 def test_generator_of_another_device_becomes_a_seed():
@@ -314,7 +314,7 @@ def test_damaged_state_falls_back_to_an_earlier_one(tmp_path, damage):
     assert torch.equal(weights(model), good)
     step(model, optimizer, rng)
     assert bool(torch.isfinite(weights(model)).all())
-    # the next start finds the good one, whatever is saved until then
+    # the next start finds the good state, even if nothing is saved until then
     assert state.restore(tmp_path, *make(seed=2), "f").step == 1
     assert (tmp_path / rollback.DAMAGED).read_bytes() == damaged
 
@@ -343,7 +343,7 @@ def test_a_damaged_kept_state_is_passed_over(tmp_path):
     assert torch.equal(weights(model), good)
 
 
-def test_what_the_operator_rolled_back_is_no_fallback(tmp_path):
+def test_rolled_back_state_is_no_fallback(tmp_path):
     kept_and_last(tmp_path, set_to("weights.0.bias", math.nan))
     history = tmp_path / rollback.HISTORY
     os.rename(history / "0.safetensors", history / rollback.UNDONE)

@@ -115,7 +115,7 @@ def test_a_tracker_that_fails_is_done_without(tmp_path, tensorboard) -> None:
     assert [line["log_level"] for line in lines] == ["warning"] * 2
 
 
-def test_numbers_are_told_by_name_and_nothing_else() -> None:
+def test_trackers_receive_numbers_by_name_only() -> None:
     assert flat({"a": 1, "b": {"c/d": 0.5, "e": "text"}, "f": True, "g": None, "h": [1]}) == {
         "a": 1,
         "b/c/d": 0.5,

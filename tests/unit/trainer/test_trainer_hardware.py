@@ -77,7 +77,7 @@ async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     assert first[-1].oom_retries_total > 0
     limit = first[-1].generation_tokens
     assert 0 < limit < 16384
-    assert first[-1].micro_batch_tokens > limit, "a shortage in generation says nothing of training"
+    assert first[-1].micro_batch_tokens > limit, "a shortage in generation does not bound training"
     assert allocator.failures == first[-1].oom_retries_total
 
     allocator.failures = 0
@@ -112,7 +112,7 @@ async def test_a_slow_node_takes_smaller_steps_and_remembers(tmp_path):
     assert {report.own_groups for report in second if report.own_groups} == {1}
 
 
-async def test_quiet_hours_rest_the_trainer_which_stops_when_told(tmp_path, monkeypatch):
+async def test_trainer_rests_in_quiet_hours_and_can_be_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "REST_SECONDS", 0.01)
     rested = threading.Event()
 
@@ -133,14 +133,14 @@ def test_groups_stay_within_their_bounds(groups, seconds, target, configured):
     assert 1 <= fit_groups(groups, seconds, target, configured) <= configured
 
 
-def test_without_a_target_nothing_is_fitted():
+def test_groups_per_step_are_fixed_without_a_target():
     assert fit_groups(3.0, 1000.0, 0.0, 16) == 16
 
 
 @pytest.mark.parametrize(
     ("overhead", "per_group", "target"), [(1.0, 2.0, 12.0), (0.0, 0.5, 4.0), (5.0, 1.0, 13.0)]
 )
-def test_steps_come_to_take_as_long_as_they_should(overhead, per_group, target):
+def test_step_time_approaches_the_target(overhead, per_group, target):
     groups, seconds = 32.0, 0.0
     for _ in range(20):
         seconds = overhead + per_group * round(groups)

@@ -123,7 +123,7 @@ def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
 
 
 def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
-    """Four times as long as ours is what admission takes."""
+    """Admission accepts rows of up to four times the own length."""
     third = TrainingGroup(
         [
             Row(prompt, completion[:-1] * 90 + completion[-1:])
@@ -194,18 +194,18 @@ def rates(steps, **keys):
     return [learning_rate(cfg, step) for step in range(steps)]
 
 
-def test_the_learning_rate_is_constant_unless_told_otherwise():
+def test_learning_rate_is_constant_by_default():
     assert rates(50) == [2.0] * 50
 
 
-def test_the_learning_rate_warms_up_from_more_than_nothing():
+def test_warm_up_starts_with_a_positive_rate():
     warm = rates(30, options=["warmup"])
     assert warm[:20] == pytest.approx([2.0 * (step + 1) / (WARMUP_STEPS + 1) for step in range(20)])
     assert warm[20:] == [2.0] * 10
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_the_learning_rate_falls_as_transformers_has_it(name):
+def test_learning_rate_schedule_equals_transformers(name):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
@@ -245,12 +245,12 @@ def test_step_uses_the_given_learning_rate(base, rows):
         ["nonsense"],
     ],
 )
-def test_options_that_cannot_be_are_refused(options):
+def test_impossible_options_are_refused(options):
     with pytest.raises(ValueError, match="options"):
         TrainingConfig(options=options)
 
 
-def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
+def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
     """With a penalty too, which otherwise reaches every row; and a batch without that row is
     another one, since it is counted as a row."""
     cut = replace(
@@ -308,7 +308,7 @@ def test_float16_overflow_lowers_the_scale(base, rows):
                 start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
             )
     assert not stepped[0]
-    assert stepped[-1], "the scale stays where it overflows"
+    assert stepped[-1], "the scale was not lowered"
     assert stepped == sorted(stepped)
 
 
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
     before = flat(policy)
     done = Updater(policy, TrainingConfig(), MicroBatcher(10_000)).update(rows)
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
-    assert not done.refused, "ours is not finite either"
+    assert not done.refused, "the own gradient is not finite either"
     assert torch.equal(flat(policy), before)
 
 

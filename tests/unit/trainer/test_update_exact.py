@@ -243,7 +243,7 @@ def test_the_gradient_with_a_penalty_is_the_exact_one(policy, reference, rows, t
 
 
 @pytest.mark.parametrize("part", ["ratio", "epsilon", "delta", "weights", "temperature", "clip"])
-def test_without_any_part_it_would_be_another(policy, rows, part):
+def test_exact_gradient_depends_on_every_part(policy, rows, part):
     expected, other = exact(policy, rows), exact(policy, rows, without=(part,))
     assert float((expected - other).norm() / expected.norm()) > 0.02
 
@@ -539,7 +539,7 @@ def test_effective_rate_shrinks_the_step(policy, rows):
     ).rate_factor == pytest.approx(share**0.5)
 
 
-def test_effective_shares_are_said_by_source(policy, rows):
+def test_effective_shares_are_reported_by_source(policy, rows):
     cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH)
     same = Updater(policy.clone(), cfg, MicroBatcher(16384)).update(rows)
     assert same.effective_own == pytest.approx(1.0)

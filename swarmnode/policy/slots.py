@@ -1,8 +1,8 @@
-"""KV cache for rows that start and end at different times: each row has a slot, and a decoding step
-reads and writes the slots in place.
+"""Decoder whose keys and values are written in place: each row has a slot.
 
-transformers' own cache is copied at each step to grow by one column. Here only rows that change
-their slot are copied. Every row starts at column 0, and columns beyond its end are masked.
+Rows may start and end at different times. transformers' own cache is copied at each step to grow by
+one column; here only rows that change their slot are copied. Every row starts at column 0, and
+columns beyond its end are masked.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from swarmnode.policy.decode import ALIGNED, left_padded
-from swarmnode.policy.engine.recorded import RecordedSteps
+from swarmnode.policy.decode import decoding_gap, left_padded
 from swarmnode.policy.model import Policy
-from swarmnode.policy.step import Window, next_logits, writes_out
-from swarmnode.policy.ways import (
-    mean_gap,
-    obstacle,
-    plain_logprobs,
-    sees_everything,
-    trial_rows,
-)
+from swarmnode.policy.recorded import RecordedSteps
+from swarmnode.policy.step import Window, obstacle_to_step, written_step
+from swarmnode.policy.ways import obstacle, sees_everything
 
+ALIGNED = 8
+"""The number of columns of a mask is a multiple of this. Otherwise fused attention would copy the
+mask in every layer."""
 COLUMNS = 128
-"""Number of columns that are allocated at first. The number grows by half when they are full."""
-
+"""Number of columns that are allocated at first, unless the caller knows better. The number grows
+by half when they are full."""
 WINDOWS = 4
 """Number of groups of rows that attend separately on a CPU, each as wide as its longest row. Rows
 differ in length, and reading columns beyond a row's end is wasted work."""
-SORT_FROM = 1.3
-"""Rows are sorted by length if attention reads more than this many columns per filled column. All
-active rows grow at the same rate, so only rows that start or end disturb the order."""
+WINDOWS_FROM = 2**18
+"""Number of keys beyond the rows' ends from which separate attention is faster. With fewer, the
+additional calls cost more than the reading."""
+SORT_FROM = 1.2
+"""Rows are sorted by length if attention reads more than this many times the columns that it reads
+with sorted rows. All active rows grow at the same rate, so only rows that start or end disturb the
+order."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -46,32 +47,64 @@ def unsuited(policy: Policy) -> str:
     return obstacle(policy, "slots", lambda: slots_gap(policy))
 
 
-@torch.no_grad()
 def slots_gap(policy: Policy) -> float:
-    """Return the mean difference in nats between log-probabilities in slots and of the plain way,
-    for two rows of which the first ends first."""
-    _, longer, shorter = trial_rows(policy)
-    rows = sorted((longer, shorter), key=lambda row: len(row[1]))
-    heads = prefill(policy, [row.prompt for row in rows])
-    slots, logits = Slots(policy), torch.stack([head.logits for head in heads])
+    """Return the mean difference in nats between log-probabilities in slots and of the plain
+    way."""
+    return decoding_gap(policy, lambda prompts: fill(policy, prompts, 1, COLUMNS))
+
+
+def writes_out(policy: Policy) -> bool:
+    """Return True if the written-out step computes the same as the model. The trial runs once."""
+
+    def gap() -> float:
+        if why := obstacle_to_step(policy):
+            raise ValueError(why)
+        return slots_gap(policy)
+
+    return not obstacle(policy, "written-out step", gap)
+
+
+def next_logits(
+    policy: Policy,
+    token: torch.Tensor,
+    mask: torch.Tensor | None,
+    position: torch.Tensor,
+    cache: Cache,
+    windows: Sequence[Window] = (),
+) -> torch.Tensor:
+    """Return the logits (N, V) of the next token of each row.
+
+    Args:
+        token: (N, 1), the newest token of every row.
+        mask: (N, 1, 1, L), added to the attention scores; None: every row attends to all columns.
+        position: (N, 1), position of `token`.
+        cache: Keys and values, which are read and extended by one column.
+        windows: Groups of rows that attend separately, with their numbers of columns; empty for a
+            single group. transformers' forward pass ignores them.
+    """
+    if writes_out(policy):
+        return written_step(policy, token, mask, position, cache, windows)
+    return policy.logits(token, mask, position, 1, cache)[:, -1]
+
+
+def fill(
+    policy: Policy, prompts: Sequence[Sequence[int]], generations: int, columns: int
+) -> tuple[Slots, torch.Tensor]:
+    """Prefill Q prompts in one pass.
+
+    Args:
+        generations: G, number of rows that continue each prompt.
+        columns: Number of columns to allocate at first.
+
+    Returns:
+        Slots with N = Q · G rows, and the logits (N, V) of their first tokens.
+    """
+    heads = prefill(policy, prompts)
+    slots = Slots(policy, len(heads) * generations, columns)
     for head in heads:
-        slots.add(head)
-    found: list[list[float]] = [[], []]
-    active = [0, 1]  # by slot
-    while active:
-        scores = torch.log_softmax(logits.float(), -1)
-        tokens = [rows[i][1][len(found[i])] for i in active]
-        for slot, (i, token) in enumerate(zip(active, tokens, strict=True)):
-            found[i].append(float(scores[slot, token]))
-        ended = [slot for slot, i in enumerate(active) if len(found[i]) == len(rows[i][1])]
-        for slot in reversed(ended):
-            slots.remove(slot)
-            active.pop(slot)
-            tokens.pop(slot)
-        if active:
-            logits = slots.advance(torch.tensor(tokens, device=policy.device))
-    expected = [x for row in rows for x in plain_logprobs(policy, row)]
-    return mean_gap([*found[0], *found[1]], expected)
+        slots.add(head, generations)
+    logits = torch.stack([head.logits for head in heads])
+    return slots, logits.repeat_interleave(generations, 0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +222,7 @@ class SlotLayer(DynamicLayer):
         self.values[window.rows, :, window.places] = value_states[:, :, 0].to(self.dtype)
         return self.keys[:count, :, : window.width], self.values[:count, :, : window.width]
 
-    def reorder(self, order: list[int], columns: int) -> None:
+    def reorder(self, order: Sequence[int], columns: int) -> None:
         """Move row order[i] to row i, for columns below `columns`."""
         for tensor in (self.keys, self.values):
             tensor[: len(order), :, :columns] = tensor[order, :, :columns]
@@ -207,25 +240,30 @@ class SlotLayer(DynamicLayer):
 
 
 class Slots:
-    """The active rows, in slots 0 to n − 1 without gaps, so that a step computes active rows
-    only."""
+    """The active rows, in slots 0 to n − 1 without gaps, so that a step computes active rows only.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+        rows, columns: Numbers of rows and columns to allocate at first.
+    """
+
+    def __init__(self, policy: Policy, rows: int = 1, columns: int = COLUMNS) -> None:
         self._policy = policy
+        self._first = rows, columns
         self._window = CacheView()
         self._layers: list[SlotLayer] = []
         self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
         """Number of tokens in each row's cache."""
 
-    def add(self, row: PrefilledRow) -> None:
-        """Add a row in the next slot."""
-        slot, length = len(self.lengths), len(row)
-        self._make_room(row, slot + 1, length + 1)
+    def add(self, row: PrefilledRow, count: int = 1) -> None:
+        """Add `count` copies of a row in the next slots."""
+        first, length = len(self.lengths), len(row)
+        self._make_room(row, first + count, length + 1)
+        slots = slice(first, first + count)
         for layer, keys, values in zip(self._layers, row.keys, row.values, strict=True):
-            layer.keys[slot, :, :length] = keys.to(layer.dtype)
-            layer.values[slot, :, :length] = values.to(layer.dtype)
-        self.lengths.append(length)
+            layer.keys[slots, :, :length] = keys.to(layer.dtype)
+            layer.values[slots, :, :length] = values.to(layer.dtype)
+        self.lengths += [length] * count
 
     def copy(self, slot: int) -> PrefilledRow:
         """Return a copy of a row's keys and values, without logits of the next token."""
@@ -254,34 +292,38 @@ class Slots:
         Returns:
             The former slots in the new order, or None if the order is unchanged.
         """
-        windows = self._windows()
-        looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
-        if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
-            return None
         order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
-        if order == list(range(len(order))):
+        read = lambda windows: sum((rows.stop - rows.start) * width for rows, width in windows)
+        least = read(self._windows([self.lengths[slot] for slot in order]))
+        if read(self._windows(self.lengths)) <= SORT_FROM * least:
             return None
-        self.lengths = [self.lengths[slot] for slot in order]
-        for layer in self._layers:
-            layer.reorder(order, max(self.lengths))
+        self.keep(order)
         return order
 
-    def _windows(self) -> list[Window]:
-        """Divide the slots into WINDOWS groups, each with the columns that its next step needs.
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue with these rows in this order, and drop the other rows."""
+        self.lengths = [self.lengths[slot] for slot in rows]
+        for layer in self._layers:
+            layer.reorder(rows, max(self.lengths))
+
+    def _windows(self, lengths: Sequence[int]) -> list[Window]:
+        """Divide rows of `lengths` into WINDOWS groups, each with the columns that its next step
+        needs.
 
         Return a single group if launching kernels costs more than attention, or if transformers
         computes the attention.
         """
-        count = len(self.lengths)
-        apart = self._policy.device.type == "cpu" and writes_out(self._policy)
-        part = -(-count // WINDOWS) if apart else count
-        return [
-            (
-                slice(start, min(start + part, count)),
-                _rounded(max(self.lengths[start : start + part]) + 1),
-            )
-            for start in range(0, count, max(part, 1))
+        count, keys = len(lengths), self._layers[0].keys
+        whole = (slice(0, count), _rounded(max(lengths) + 1))
+        if self._policy.device.type != "cpu" or not writes_out(self._policy):
+            return [whole]
+        parts = [slice(n * count // WINDOWS, (n + 1) * count // WINDOWS) for n in range(WINDOWS)]
+        found = [
+            (rows, _rounded(max(lengths[rows]) + 1)) for rows in parts if rows.start < rows.stop
         ]
+        unread = sum((rows.stop - rows.start) * (whole[1] - width) for rows, width in found)
+        is_worthwhile = unread * keys.shape[1] * keys.shape[3] >= WINDOWS_FROM
+        return found if is_worthwhile else [whole]
 
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -293,7 +335,7 @@ class Slots:
         shape = self._recorded.shape(count, longest)
         if shape is None:
             width = min(_rounded(longest), self._layers[0].keys.shape[2])
-            logits = self._step(tokens, places, width, self._windows())
+            logits = self._step(tokens, places, width, self._windows(self.lengths))
         else:
             self._resize(*shape)
             logits = self._recorded.step(self._step, tokens, places, shape)
@@ -341,9 +383,10 @@ class Slots:
 
     def _make_room(self, row: PrefilledRow, rows: int, columns: int) -> None:
         if not self._layers:
-            dtype, first = self._policy.dtype, max(COLUMNS, _rounded(columns))
+            dtype, (least_rows, least_columns) = self._policy.dtype, self._first
+            most = max(rows, least_rows), _rounded(max(columns, least_columns))
             self._layers = [
-                SlotLayer(keys, values, rows, first, dtype, self._window)
+                SlotLayer(keys, values, *most, dtype, self._window)
                 for keys, values in zip(row.keys, row.values, strict=True)
             ]
         have = self._layers[0].keys.shape[0]

@@ -1,0 +1,168 @@
+"""The choice of an engine, and lockstep in place of an engine that fails."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.engine.selector import (
+    SHORT,
+    TRIALS,
+    EngineChoice,
+    EngineSelector,
+    answered,
+    select_engine,
+)
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
+from swarmnode.policy.micro import MicroBatcher
+
+SAMPLE = GroupSample([1], [SampledCompletion([2, 3], [-0.5, -0.5], "x", "eos")])
+LONG = ["continuous"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Scripted:
+    """An engine that answers everything in `seconds`, or raises `error`. Its tokens are two per
+    request."""
+
+    def __init__(self, clock, seconds=1.0, error=None):
+        self.clock, self.seconds, self.error = clock, seconds, error
+        self.requests, self.steps, self.tokens = [], 0, 0
+
+    def submit(self, request):
+        self.requests.append(request)
+
+    def cancel(self, number):
+        self.requests = [r for r in self.requests if r.number != number]
+
+    def finished(self, version):
+        if self.error is not None:
+            raise self.error
+        if not self.requests:
+            return []
+        self.clock.now += self.seconds
+        self.steps += 1
+        self.tokens += 2 * len(self.requests)
+        done, self.requests = [FinishedRequest(r.number, SAMPLE) for r in self.requests], []
+        return done
+
+    @contextmanager
+    def pause(self):
+        yield
+
+    def ahead(self, count):
+        return 3
+
+    def statistics(self):
+        return GenerationStatistics(self.steps, self.tokens, len(self.requests))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def selector(clock, engines, choice=None):
+    """(selector, kinds): the engines are built in turn, of the kinds that are noted."""
+    made, kinds = iter(engines), []
+
+    def build(kind):
+        kinds.append(kind)
+        return next(made)
+
+    return EngineSelector(choice or EngineChoice.of(LONG, 500, ""), build, clock), kinds
+
+
+def asked(engine, numbers=(1, 2)):
+    for number in numbers:
+        engine.submit(Request(number, "?"))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("options", "longest", "obstacle", "kind", "reason"),
+    [
+        (["lockstep"], 500, "", "lockstep", "configured"),
+        (["continuous"], 8, "", "continuous", "configured"),
+        (["continuous"], 500, "sliding", "lockstep", "sliding"),
+        ([], SHORT, "", "lockstep", "at most 32 tokens"),
+    ],
+)
+def test_obvious_choices_need_no_measurement(options, longest, obstacle, kind, reason):
+    choice = EngineChoice.of(options, longest, obstacle)
+    assert (choice.kind, choice.trials) == (kind, [])
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
+)
+def test_selects_the_faster_engine_and_logs_the_reason(clock, lockstep, continuous, chosen):
+    seconds = [lockstep, continuous] * TRIALS
+    seconds[0] *= 10  # warming up
+    engine, kinds = selector(
+        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], EngineChoice.of([], 500, "")
+    )
+    with capture_logs() as said:
+        for _ in range(2 * TRIALS):
+            assert engine.ahead(8) == 0, "trials sample whole steps only"
+            assert len(asked(engine).finished(0)) == 2
+    assert engine.choice.kind == kinds[-1] == chosen
+    assert engine.choice.trials == []
+    assert engine.ahead(8) == 3
+    (line,) = [entry for entry in said if entry["event"] == "engine"]
+    assert line["engine"] == chosen
+    assert (
+        line["reason"]
+        == f"continuous {4 / continuous:.0f} tokens/s, lockstep {4 / lockstep:.0f} tokens/s"
+    )
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, AttributeError, IndexError])
+def test_lockstep_answers_the_requests_of_a_failed_engine(clock, kind):
+    failed = Scripted(clock, error=kind("device-side assert\nmore of it"))
+    engine, kinds = selector(clock, [failed, Scripted(clock)])
+    asked(engine)
+    with capture_logs() as said:
+        assert engine.finished(0) == []
+    assert [one.number for one in engine.finished(0)] == [1, 2]
+    assert (engine.failures, kinds) == (1, ["continuous", "lockstep"])
+    (line,) = [entry for entry in said if entry["event"].startswith("engine failed")]
+    assert (line["detail"], line["resubmitted"]) == ("device-side assert", 2)
+
+
+def test_an_error_of_lockstep_is_raised(clock):
+    lockstep = Scripted(clock, error=RuntimeError("still broken"))
+    engine, _ = selector(clock, [Scripted(clock, error=RuntimeError("broken")), lockstep])
+    assert asked(engine).finished(0) == []
+    with pytest.raises(RuntimeError, match="still broken"):
+        engine.finished(0)
+
+
+def test_out_of_memory_does_not_replace_the_engine(clock):
+    engine, kinds = selector(clock, [Scripted(clock, error=torch.OutOfMemoryError("memory"))])
+    with pytest.raises(torch.OutOfMemoryError):
+        asked(engine).finished(0)
+    assert (engine.failures, kinds) == (0, LONG)
+
+
+def test_both_engines_answer_all_prompts_in_order(policies):
+    policy = policies["llama"]
+    prompts = ["12", "Calculate 10 + 8.", "Spell this word backward: tree"]
+    for options in (["lockstep"], LONG):
+        engine = select_engine(
+            policy, MicroBatcher(4096), options, Sampling(2, 12, 0.0), policy.random_generator(0)
+        )
+        found = answered(engine, prompts)
+        expected = generate(policy, prompts, Sampling(2, 12, 0.0), policy.random_generator(0))
+        assert [[c.ids for c in s.completions] for s in found] == [
+            [c.ids for c in s.completions] for s in expected
+        ]
