@@ -49,7 +49,6 @@ from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.slots import Slots
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate, ExternalGroup, answers
 from swarmnode.tasks import registry
