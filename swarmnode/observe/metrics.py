@@ -737,7 +737,7 @@ STAGES = (
         "swarmnode_crew_stopped_seconds",
         "gauge",
         "stages.crew.stopped_seconds",
-        "Seconds since this node's crew last ran; 0 while it runs. After stages.wait_seconds its"
+        "Seconds since this node's crew last ran; 0 while it runs. After ten minutes its"
         " nodes start again from the base model.",
     ),
     Metric(
