@@ -256,8 +256,8 @@ class PolicyConfig(Section):
     the CPU), `cpu`, `cuda` (all GPUs, AMD's too), `cuda:0,cuda:2`, `mps`, `xpu`, or a number of
     GPUs, or of CPU processes without a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of computations; trained weights are float32. `auto`: bfloat16 on a GPU that has
-    it, float16 on a V100 or T4, else float32."""
+    """Number format of computations; trained weights are float32. `auto`: bfloat16 on a GPU that
+    has it, float16 on a V100 or T4, else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
     """Store the frozen base model in 8 or 4 bits. Needs an adapter, a CUDA device and the extra
@@ -268,8 +268,8 @@ class PolicyConfig(Section):
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the trainer. 0: torch decides."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
-    """Arguments of a chat model's template, e.g. `enable_thinking`, and `system`, the system prompt.
-    The members of a swarm use the same."""
+    """Arguments of a chat model's template, e.g. `enable_thinking`, and `system`, the system
+    prompt. The members of a swarm use the same."""
     server: ServerSettings = ServerSettings()
 
     @property
@@ -404,15 +404,15 @@ class TrainingConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences or
-    a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
+    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences
+    or a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy, of which a copy is stored if above 0."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
     """Most tokens of a micro-batch, with prompts and padding. It is halved when memory runs out."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between two held-out evaluations. 0: 10, or more if they would take more than 5 % of all
-    sampled tokens."""
+    """Steps between two held-out evaluations. 0: 10, or more if they would take more than 5 % of
+    all sampled tokens."""
     save_every: Seconds = 60.0
     """Seconds between two saves of weights and counters, and of the optimizer's state while either
     stays below 1 TB per day. 0: after every step."""
