@@ -392,7 +392,7 @@ def main() -> int:
                 "stages": {
                     "mode": "always",
                     "stages": asked.members,
-                    "trust": "anyone",
+                    "trust": ["anyone"],
                     "policy_copy": "memory",
                 },
                 "training": {"max_completion_length": 1024},

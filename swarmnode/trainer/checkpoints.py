@@ -9,8 +9,9 @@ Generation and backward passes continue during a save; only an optimizer step wa
 crash loses everything after the last state that is *on disk*. Therefore a snapshot is taken one
 step and one write before `save_every` seconds are over.
 
-The bytes per day of whole states are bounded, because they would wear out a disk within weeks. When
-the bound is reached, only weights and counters are saved, without the optimizer's moments.
+The bytes per day are bounded, because saves could wear out a disk within weeks. When whole states
+reach the bound, only weights and counters are saved, without the optimizer's moments. Weights that
+would reach it too are saved less often than `save_every` says.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ SLOTS, SPACING = 3, 4
 """Largest number of earlier states, and the ratio of their ages: up to 15 minutes, an hour, four
 hours."""
 BYTES_PER_DAY = 10**12
-"""Bound of whole states per day. A disk endures about 600 TB in total; 3 billion weights with their
-moments, saved every minute, are 52 TB a day."""
+"""Bound of whole states per day, and of weights alone. A disk endures about 600 TB in total; 3
+billion weights with their moments, saved every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
 """Seconds. The amount that is allowed for AT_ONCE may be written at once, so that a small state
 never reaches the bound."""
@@ -190,7 +191,7 @@ class Checkpoints:
     Use it as a context manager. Its exit waits until the last snapshot is on disk.
 
     Args:
-        bytes_per_day: Bound of whole states.
+        bytes_per_day: Bound of whole states, and of weights alone.
     """
 
     def __init__(
@@ -211,7 +212,6 @@ class Checkpoints:
         self._taken_at = self._next_complaint = float("-inf")
         self._began = self._last_call = time.monotonic()
         self._taken_sequence = counters.sequence
-        self._reported = False
 
     def __enter__(self) -> Self:
         self._saver.start()
@@ -245,11 +245,13 @@ class Checkpoints:
 
         A save is due if
 
-        * the next opportunity, one step from now, plus a write would be later than `save_every`
-          seconds after the last snapshot, but not before half of `save_every`; or
+        * the next opportunity, one step from now, plus a write would be later than the interval
+          after the last snapshot, but not before half of the interval; or
         * half of the group numbers that a restart skips are used up.
 
-        The snapshot has no moments while more has been written than `bytes_per_day` allows.
+        The interval is `save_every`, or the time in which `bytes_per_day` allows one more file of
+        weights. The snapshot has no moments while more has been written than `bytes_per_day`
+        allows.
 
         Args:
             last: True to save the whole state in any case.
@@ -259,34 +261,14 @@ class Checkpoints:
             self._saver.wait()
         allowed = self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second
         whole = last or allowed
-        ahead = min(now - self._last_call + self._saver.seconds[whole], self._save_every / 2)
+        interval = max(self._save_every, self._saver.weights_bytes / self._bytes_per_second)
+        ahead = min(now - self._last_call + self._saver.seconds[whole], interval / 2)
         self._last_call = now
-        due = now - self._taken_at + ahead >= self._save_every
+        due = now - self._taken_at + ahead >= interval
         due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters), whole)
-        self._report()
         if self._saver.error and now >= self._next_complaint:
             log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
             self._next_complaint = now + COMPLAIN_SECONDS
-
-    def _report(self) -> None:
-        """Log once how a state is saved that exceeds `bytes_per_day`."""
-        size = self._saver.weights_bytes
-        if not size or self._reported:
-            return
-        self._reported = True
-        daily = size * DAY / max(self._save_every, 1.0)
-        fields = {
-            "save_every": self._save_every,
-            "weights_gigabytes": round(size / 1e9, 1),
-            "terabytes_a_day": round(daily / 1e12, 1),
-        }
-        if daily <= self._bytes_per_second * DAY:
-            log.info("weights are saved more often than the optimizer's moments", **fields)
-        else:
-            log.warning(
-                "saving weights this often wears out the disk; set training.save_every higher",
-                **fields,
-            )
