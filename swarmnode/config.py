@@ -102,10 +102,11 @@ PRIVATE_NETWORKS = tuple(
     ipaddress.ip_network(text)
     for text in (
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"),
-        *("::1/128", "fc00::/7", "fe80::/10"),
+        *("100.64.0.0/10", "::1/128", "fc00::/7", "fe80::/10"),
     )
 )
-"""Loopback, RFC 1918, unique local (RFC 4193) and link-local addresses."""
+"""Loopback, RFC 1918, unique local (RFC 4193) and link-local addresses, and the shared ones of
+RFC 6598, which VPNs such as Tailscale use."""
 
 
 def is_private_address(text: str) -> bool:
@@ -149,41 +150,36 @@ class NodeConfig(Section):
     data_dir: Path = Field(default_factory=_default_data_dir)
     """Directory of identity, peer book, trainer state and sockets. One node per directory."""
     name: Name = ""
-    """Name on the status page and in logs; with share_summary also on other nodes' pages."""
+    """Name on the status page and in logs."""
     share_summary: bool = True
-    """Send peers this node's name, version, step, held-out reward, counts and uptime, for the swarm
-    panel of their status pages."""
+    """Send peers this node's name, version, step, held-out reward, counts and uptime, for their
+    status pages."""
     quiet_hours: Annotated[str, AfterValidator(_check_hours)] = ""
     """Local time without training steps and sharing, e.g. `22:00-07:00`. Empty: none."""
-    rest_on_battery: bool = False
-    """Take no training steps while the machine runs on battery power."""
-    rest_above_load: float = Field(default=0.0, ge=0, le=1)
-    """Take no training steps while other programs use more than this share of all processors, e.g.
-    0.25, and for five minutes after. 0: off."""
+    rest_when: list[Literal["battery", "busy"]] = []
+    """Take no training steps on `battery` power, or while the machine is `busy`: other programs use
+    more than a quarter of all processors, and for five minutes after."""
 
 
 class SwarmConfig(Section):
     name: Name = Field(default="local", min_length=1)
     """Without a manifest, nodes with the same name, tasks and wire version form one swarm."""
     invite: str = Field(default="", max_length=8192)
-    """Invite, as for `swarmnode join`; `run` then joins that swarm, e.g. in a container. Empty: the
-    swarm joined last, if any."""
+    """Invite to the swarm that `run` joins, e.g. in a container. Empty: the swarm joined last."""
     id: str = Field(default="", pattern="^([0-9a-f]{64})?$", json_schema_extra={"agreed": True})
     """Swarm id of the manifest; set by the node itself."""
     follow: Literal["ask", "founder", "never"] = "ask"
-    """If the founder signs a successor of the swarm: `ask` waits for `swarmnode manifest follow`,
+    """Reaction to a successor that the founder signs: `ask` waits for `swarmnode manifest follow`,
     `founder` moves to it, `never` ignores it."""
 
 
 class NetworkConfig(Section):
     listen_addrs: list[str] = ["/ip4/127.0.0.1/tcp/0"]
-    """Multiaddrs to listen on. Port 0 is replaced by a free port once, which is then stored in the
-    data directory."""
+    """Multiaddrs to listen on. Port 0: a free port, chosen once and stored."""
     announce_addrs: list[str] = []
-    """Multiaddrs that peers are given in place of the listen addresses, e.g. behind a port
-    mapping."""
+    """Multiaddrs to announce in place of the listen addresses, e.g. behind a port mapping."""
     initial_peers: list[str] = []
-    """Multiaddrs of the first peers to connect to, each with /p2p/<peer id> at the end."""
+    """Multiaddrs of the first peers, each with /p2p/<peer id> at the end."""
     mdns: bool = True
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2, le=65535)
@@ -194,13 +190,11 @@ class NetworkConfig(Section):
     hole_punching: bool = True
     """Try to replace a relayed connection by a direct one."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Cap on the sustained upload of all protocols together. Above it, groups are not published or
-    served. 0: off."""
+    """Cap on sustained upload. Above it, groups are not published or served. 0: off."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Cap on the sustained download. Above it, nothing is fetched for a while. 0: off."""
+    """Cap on sustained download. Above it, nothing is fetched for a while. 0: off."""
     monthly_bytes: int = Field(default=0, ge=0)
-    """Upload and download per calendar month, local time. After that, sharing pauses until the next
-    month. 0: off."""
+    """Upload and download per calendar month, after which sharing pauses until the next. 0: off."""
 
 
 class LoraSettings(Section):
@@ -212,16 +206,13 @@ class LoraSettings(Section):
 
 class ServerSettings(Section):
     url: str = Field(default="", max_length=1024)
-    """URL of a vLLM or SGLang server that samples in place of this node's own engine, such as
+    """URL of a vLLM or SGLang server that samples in place of the node's own engine, e.g.
     `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. Empty: none."""
     kind: Literal["vllm", "sglang"] = "vllm"
     """Kind of that server."""
     directory: str = ""
-    """Directory for the weights that the server loads. The server needs it under the same path, and
-    no other node may use it. Empty: `served` in the data directory."""
-    allow_public: bool = False
-    """Allow a server at a public address. It has no authentication: anyone who can reach it can
-    change its weights."""
+    """Directory for the weights that the server loads, under the same path there, and used by no
+    other node. Empty: `served` in the data directory."""
 
     @model_validator(mode="after")
     def _is_usable(self) -> ServerSettings:
@@ -245,11 +236,10 @@ class ServerSettings(Section):
             ipaddress.ip_address(host)
         except ValueError:
             return self  # the addresses of a name are judged when the trainer connects
-        if not self.allow_public and not is_private_address(host):
+        if not is_private_address(host):
             raise ValueError(
                 f"policy.server.url: {host} is a public address, and such a server has no"
-                " authentication: use one on this machine or network, or set"
-                " policy.server.allow_public = true"
+                " authentication: use one on this machine or network, or an SSH tunnel"
             )
         return self
 
@@ -263,23 +253,23 @@ class PolicyConfig(Section):
         "auto"
     )
     """Devices to train on, with one process each: `auto` (all GPUs that can hold the model, else
-    the CPU), `cpu`, `cuda` (all GPUs), `cuda:0,cuda:2`, `mps`, `xpu`, or a number. `2` is the first
-    two GPUs, or without a GPU two processes on the CPU. An AMD GPU is `cuda` too."""
+    the CPU), `cpu`, `cuda` (all GPUs, AMD's too), `cuda:0,cuda:2`, `mps`, `xpu`, or a number of
+    GPUs, or of CPU processes without a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the model's computations; trained weights are float32. `auto`: bfloat16 on a
-    GPU that has it, float16 on an NVIDIA GPU of compute capability 7 (V100, T4), else float32."""
+    """Number format of computations; trained weights are float32. `auto`: bfloat16 on a GPU that
+    has it, float16 on a V100 or T4, else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Store the frozen base model in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter,
-    lora.r > 0, and a CUDA device."""
+    """Store the frozen base model in 8 or 4 bits. Needs an adapter, a CUDA device and the extra
+    `quant`."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Optimizer. `adamw_8bit` stores Adam's two moments in 8 bits, which saves 6 bytes per trained
-    parameter (bitsandbytes, extra `quant`; needs a CUDA device)."""
+    """Optimizer. `adamw_8bit` stores Adam's moments in 8 bits, which saves 6 bytes per trained
+    parameter. Needs a CUDA device and the extra `quant`."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the trainer. 0: torch decides."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
-    """Chat template of a chat model: `system` is the system prompt; other keys are arguments of the
-    template, such as `enable_thinking`. The members of a swarm use the same."""
+    """Arguments of a chat model's template, e.g. `enable_thinking`, and `system`, the system
+    prompt. The members of a swarm use the same."""
     server: ServerSettings = ServerSettings()
 
     @property
@@ -353,15 +343,15 @@ class TaskConfig(Section):
     )
     """Tasks to train on, `gym/…` and `textarena/…` included. Groups of other tasks are refused."""
     modules: list[str] = []
-    """Your own tasks, as `package.module:function`, installed with swarmnode. List them in `names`
-    too. See docs/own-task.md."""
+    """Your own tasks, as `package.module:function`. List them in `names` too. See
+    [own-task.md](own-task.md)."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
     """Arguments of a task by its name. For your own task: arguments of its function, and `turns`,
-    the maximum number of actions of an episode, 1 to 32. For a built-in task: numbers of its
-    generator (in a list, one per difficulty), and `extract`, the place of the answer."""
+    the most actions of an episode, 1 to 32. For a built-in task: numbers of its generator (in a
+    list, one per difficulty), and `extract`, the place of the answer."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
-    them in `names` too. docs/own-task.md describes the keys."""
+    them in `names` too. [own-task.md](own-task.md) describes the keys."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 
@@ -406,34 +396,29 @@ class TrainingConfig(Section):
     """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps;
     `effective_rate`, which multiplies it by the root of the effective share. Sampling:
     `dynamic_sampling` samples until the step's own groups have a signal; `curriculum` prefers
-    questions that probably give a signal; `lockstep` or `continuous` sets the engine. Without
-    either, the node measures both and uses the faster one (`lockstep` for at most 32 tokens). Cut
-    completions:
-    `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction of own
-    completions for a sampling policy that differs, per token or per sequence: `tis` (the default),
-    `mis`, `icepop`, `sequence_tis`, `sequence_mis`, `sequence_icepop`. `train_once`: no group is
-    used in a second step."""
+    questions that probably give one; `lockstep` or `continuous` sets the engine, else the faster
+    one is used. Cut completions: `mask_truncated` excludes them, `overlong_shaping` lowers their
+    reward. Correction for a sampling policy that differs, per token or sequence: `tis` (the
+    default), `mis`, `icepop`, `sequence_tis`, `sequence_mis`, `sequence_icepop`. `train_once`: no
+    group is used in a second step."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, as the mean over tokens, over
-    sequences, or over a constant length. `gspo`: one ratio per sequence. `cispo`: bounded
-    weights."""
+    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences
+    or a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy. Above 0, a copy of that policy is stored."""
+    """Weight of the KL penalty to the start policy, of which a copy is stored if above 0."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
-    """Most tokens of a micro-batch, with prompts, completions and padding. It is halved when memory
-    runs out. A GPU with free memory samples more at once."""
+    """Most tokens of a micro-batch, with prompts and padding. It is halved when memory runs out."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between two held-out evaluations. 0: 10 steps, or more if the evaluations would take
-    more than 5 % of all sampled tokens."""
+    """Steps between two held-out evaluations. 0: 10, or more if they would take more than 5 % of
+    all sampled tokens."""
     save_every: Seconds = 60.0
     """Seconds between two saves of the state. 0: after every step. At most 1 TB is written per day,
     so that a large model that is trained without an adapter is saved less often: 3 B weights every
     52 minutes."""
     max_steps: int = Field(default=0, ge=0)
-    """Stop after this many steps. 0: never. A node with a later stage of a crew stops after its
-    head."""
+    """Stop after this many steps. 0: never."""
     seed: int = Field(default=0, ge=0)
     """Random seed of sampling and initialisation."""
     step_interval: Seconds = 0.0
@@ -488,57 +473,42 @@ class WeightsConfig(Section):
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps of a fragment, H."""
     fragments: int = Field(default=4, ge=1, le=1024)
-    """Number of fragments of the policy. They are averaged in turn, each once in sync_every steps.
-    At most one per layer."""
+    """Number of fragments of the policy, which are averaged in turn; at most one per layer."""
     lora_a: Literal["shared", "trained"] = "shared"
-    """With an adapter. `shared`: A is frozen at values that all nodes derive, and B is averaged,
-    which is exact. `trained`: both are trained and averaged."""
-    join_seconds: Seconds = 15.0
-    """Time for which a node without state waits for a neighbour's state, before it starts from the
-    base policy."""
+    """Matrix A of an adapter. `shared`: frozen at values that all nodes derive, so that averaging B
+    is exact. `trained`: both are trained and averaged."""
     join_from_one: bool = False
-    """Accept the state of a single neighbour, without a second one to compare it with: for two
-    nodes that trust each other."""
+    """Accept the state of a single neighbour, without a second one to compare it with."""
 
 
 class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
-    """Condition under which this node joins a crew: several nodes that hold one policy together,
-    each a block of its layers (a stage). `auto`: if the policy does not fit this node. `always`:
-    even if it fits. `off`: never."""
+    """When to join a crew: several nodes that hold one policy together, each a block of its layers
+    (a stage). `auto`: if the policy does not fit this node. `always`, `off`."""
     capacity: int = Field(default=0, ge=0)
-    """Most memory in bytes for this node's stage. 0: the free memory at the start."""
+    """Most memory for this node's stage, in bytes. 0: the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
     """Number of stages in a crew that this node proposes. 0: the fewest that hold the model."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
-    """Number format of the activations that stages send each other. Gradients are sent in float32
-    if this is float32, in bfloat16 otherwise."""
+    """Number format of activations between stages. Gradients: float32 if this is, else bfloat16."""
     recovery: Literal["checkpoints", "checkfree", "checkfree+"] = "checkpoints"
-    """Method of restoring a lost stage. `checkpoints`: from a checkpoint that a neighbouring stage
-    stores. `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage
-    from the weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half
-    of the micro-batches in swapped order, so that the first and last stage can be rebuilt too."""
+    """Method of restoring a lost stage. `checkpoints`: from a checkpoint at a neighbouring stage.
+    `checkfree`: from the weights of the stages beside it, without checkpoints (arXiv 2506.15461).
+    `checkfree+` can also restore the first and the last stage."""
     checkpoint_every: int = Field(default=20, ge=1)
-    """Training steps between two checkpoints that a stage sends to its neighbours. The loss of a
-    node and its disk costs about that many steps at most."""
+    """Training steps between two checkpoints that a stage sends to its neighbours."""
     policy_copy: Literal["off", "disk", "memory", "both"] = "off"
-    """Place where this node also stores a copy of the whole policy. `disk`: every stage's
-    checkpoint, so that `swarmnode export` works here. `memory`: an int8 copy to sample from, which
-    is much faster than sending each token through all stages. `both`: both."""
-    wait_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
-    """Time for which a node with a trained stage waits for a crew that can continue with it, before
-    it starts again from the base model."""
-    trust: Literal["known", "allowed", "anyone"] = "known"
-    """Peers that may be in a crew with this node. `known`: peers whose rollouts were useful or
-    that trained with this node before. `allowed`: the peers in `stages.allowed`. `anyone`: all
-    peers."""
-    allowed: list[str] = []
-    """Peer ids for `trust = "allowed"`."""
+    """Copy of the whole policy at this node. `disk`: every stage's checkpoint, for `swarmnode
+    export`. `memory`: in int8, to sample from, which is much faster than sending each token through
+    all stages. `both`, `off`."""
+    trust: list[str] = ["known"]
+    """Peers that may be in a crew with this node: `known`, those whose rollouts were useful or that
+    trained with this node before; `anyone`; or peer ids."""
 
 
 class HttpConfig(Section):
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
-    """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
+    """Address of the status page and metrics, which are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
     """Port of that address. 0: any free port."""
 
@@ -547,8 +517,8 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log lines."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers that also receive the measurements of each step; each needs its package.
-    TensorBoard's files are in `log` of the data directory."""
+    """Trackers that also receive each step's measurements; each needs its package. TensorBoard's
+    files are in `log` of the data directory."""
 
 
 class Config(Section):

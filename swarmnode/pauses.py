@@ -2,8 +2,8 @@
 processes of the node.
 
     owner      `swarmnode pause`, until `swarmnode resume`; outlasts restarts of the node
-    battery    the machine runs on battery                        (node.rest_on_battery)
-    busy       other programs use the machine's processors        (node.rest_above_load)
+    battery    the machine runs on battery                        (node.rest_when)
+    busy       other programs use the machine's processors        (node.rest_when)
 
 Quiet hours are not in this file: each process compares them with its clock.
 """

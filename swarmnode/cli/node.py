@@ -193,11 +193,13 @@ def _find_address_problems(config: Config) -> Iterator[tuple[str, str]]:
                 yield key, f"{shown}: peers cannot dial this address"
     if not network.listen_addrs:
         yield "network.listen_addrs", 'empty; write ["/ip4/127.0.0.1/tcp/0"] for this machine only'
-    for peer in config.stages.allowed:
+    for peer in config.stages.trust:
+        if peer in ("known", "anyone"):
+            continue
         try:
             addresses.check_peer_id(peer)
         except ValueError as error:
-            yield "stages.allowed", f"{peer[:120]!r}: {error}"
+            yield "stages.trust", f"{peer[:120]!r}: {error}"
 
 
 def bootstrap_node(
@@ -249,7 +251,6 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
         commands: Process name → module to run; None for a node that trains.
     """
     from swarmnode.daemon import supervisor
-    from swarmnode.daemon.machine import Rules
     from swarmnode.observe import logs
     from swarmnode.settings import unsuited, unused_gpu
     from swarmnode.swarm import keys
@@ -266,12 +267,11 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
     ):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
-    rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
     return supervisor.run(
         agreed.node.data_dir,
         configuration,
         commands or supervisor.COMMANDS,
-        rules,
+        agreed.node.rest_when,
     )
 
 

@@ -15,7 +15,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from swarmnode import pauses
-from swarmnode.daemon.machine import LoadAverage, Machine, Rules, update_load
+from swarmnode.daemon.machine import LoadAverage, Machine, update_load
 from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import lock_data_dir, socket_address
 
@@ -62,7 +62,7 @@ class Control:
 
     Args:
         data_dir: data directory of the node.
-        rules: pause rules.
+        rest_when: `node.rest_when`.
         machine: measures the machine.
         finish: ends the node after the current step.
         trains: False for a node without a trainer, which cannot pause.
@@ -71,14 +71,14 @@ class Control:
     def __init__(
         self,
         data_dir: Path,
-        rules: Rules,
+        rest_when: Collection[str],
         machine: Machine,
         finish: Callable[[], None],
         *,
         trains: bool,
     ) -> None:
         self._data_dir = data_dir
-        self._rules = rules
+        self._rest_when = rest_when
         self._machine = machine
         self._finish = finish
         self._trains = trains
@@ -107,15 +107,12 @@ class Control:
     # ---- the machine -----------------------------------------------------------------------------
 
     async def _apply_rules(self) -> None:
-        rules = self._rules
-        while rules.on_battery or rules.above_load:
+        while self._rest_when:
             now = trio.current_time()
-            if rules.above_load:
-                self._load = update_load(
-                    self._load, self._machine.load_of_others(now), rules.above_load, now
-                )
+            if "busy" in self._rest_when:
+                self._load = update_load(self._load, self._machine.load_of_others(now), now)
             found = {
-                "battery": rules.on_battery and self._machine.on_battery(),
+                "battery": "battery" in self._rest_when and self._machine.on_battery(),
                 "busy": now < self._load.busy_until,
             }
             before = dict(self._since)

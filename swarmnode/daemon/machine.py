@@ -1,5 +1,4 @@
-"""Load of other programs and battery state, and the rule for pausing. The rule is pure; the
-measurements use psutil.
+"""Load of other programs and battery state, for `node.rest_when`.
 
 No portable idle-user detection exists. Measured is the processor time of other programs: a
 compiler, a game or a video call is visible, a program that uses only the graphics card is not.
@@ -8,7 +7,7 @@ compiler, a game or a video call is visible, a program that uses only the graphi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
@@ -16,15 +15,8 @@ SMOOTH_SECONDS = 60.0
 """Time constant of the average load: a short peak does not pause the node."""
 CALM_SECONDS = 300.0
 """Duration of a pause after the load was last too high."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Pause rules (node.rest_on_battery, node.rest_above_load)."""
-
-    on_battery: bool = False
-    above_load: float = 0.0
-    """Share of all processors, 0 to 1; 0 disables the rule."""
+LOAD_LIMIT = 0.25
+"""Average load of other programs, as a share of all processors, above which a node pauses."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +29,13 @@ class LoadAverage:
     busy_until: float = -math.inf
 
 
-def update_load(load: LoadAverage, share: float, limit: float, now: float) -> LoadAverage:
+def update_load(load: LoadAverage, share: float, now: float) -> LoadAverage:
     """Update the average with `share`, the load of other programs since the last measurement. `now`
     is monotonic time in seconds."""
     if load.at is None:
-        return replace(load, at=now)
+        return LoadAverage(at=now)
     mean = load.mean + (1 - math.exp(-(now - load.at) / SMOOTH_SECONDS)) * (share - load.mean)
-    return LoadAverage(mean, now, now + CALM_SECONDS if mean > limit else load.busy_until)
+    return LoadAverage(mean, now, now + CALM_SECONDS if mean > LOAD_LIMIT else load.busy_until)
 
 
 class Machine:

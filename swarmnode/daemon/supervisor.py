@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from swarmnode.daemon.control import Control
-from swarmnode.daemon.machine import Machine, Rules
+from swarmnode.daemon.machine import Machine
 from swarmnode.daemon.starvation import Starvation
 from swarmnode.daemon.watchdog import DRAIN_SECONDS, EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
@@ -43,14 +43,13 @@ NOTIFY_SECONDS = 1.0
 OVERDUE_SECONDS = 5.0
 """If a killed process still exists after this time, heartbeats to systemd stop."""
 LINE_BYTES = 4096
-NO_RULES = Rules()
 
 
 def run(
     data_dir: Path,
     configuration: Callable[[], str],
     commands: Mapping[str, str] = COMMANDS,
-    rules: Rules = NO_RULES,
+    rest_when: Collection[str] = (),
 ) -> int:
     """Run a node until it is stopped or cannot continue; return its exit code.
 
@@ -60,13 +59,13 @@ def run(
         configuration: returns the configuration for the next process as JSON. Called before each
             start, because a manifest may have changed it.
         commands: process name → module.
-        rules: pause rules.
+        rest_when: `node.rest_when`.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node is running in it.
         SwarmNodeError: there is no valid configuration at the start.
     """
-    supervisor = Supervisor(data_dir, configuration, commands, rules)
+    supervisor = Supervisor(data_dir, configuration, commands, rest_when)
     exit_code = trio.run(supervisor.run)
     if supervisor.failure:
         print(f"swarmnode: {supervisor.failure}", file=sys.stderr, flush=True)
@@ -96,7 +95,7 @@ class Supervisor:
         data_dir: Path,
         configuration: Callable[[], str],
         commands: Mapping[str, str] = COMMANDS,
-        rules: Rules = NO_RULES,
+        rest_when: Collection[str] = (),
     ) -> None:
         self._data_dir = data_dir
         self._configuration = configuration
@@ -111,7 +110,7 @@ class Supervisor:
         """Reason for which the node stopped, in one line; empty while it runs."""
         self._written = False
         self._control = Control(
-            data_dir, rules, Machine(), self.finish, trains="trainer" in commands
+            data_dir, rest_when, Machine(), self.finish, trains="trainer" in commands
         )
 
     def finish(self) -> None:

@@ -264,23 +264,21 @@ NODE = (
         "swarmnode_node_info",
         "info",
         _node_info,
-        "Identity, model, device and versions of this node, as labels; the value is always 1. This"
-        " is the only metric with a peer id, the node's own.",
+        "Identity, model, device and versions of this node, as labels; the value is 1.",
         ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype", "version", "python"),
     ),
     Metric(
         "swarmnode_ready",
         "gauge",
         lambda s: float(ready(s).ok),
-        "1 while /readyz answers 200: the network is up and the policy, or this node's stage of it,"
-        " is loaded. Otherwise 0, and /readyz has the reason.",
+        "1 while /readyz answers 200: the network is up and the policy or stage is loaded.",
     ),
     Metric(
         "swarmnode_event_loop_lag_seconds",
         "gauge",
         "loop_lag_seconds",
-        "Delay in seconds of the last timer in the network process. Above 1 s, the machine is"
-        " overloaded and peers drop the node as too slow.",
+        "Delay of the last timer in the network process. Above 1 s, the machine is overloaded and"
+        " peers drop the node.",
     ),
 )
 
@@ -289,8 +287,7 @@ TRAINING = (
         "swarmnode_trainer_phase",
         "gauge",
         _trainer_phase,
-        "1 for the present phase of the trainer. `disconnected`: it has ended or not started yet,"
-        " and the supervisor restarts it.",
+        "1 for the present phase of the trainer. `disconnected`: it has ended or not started yet.",
         ("phase",),
     ),
     Metric(
@@ -303,14 +300,14 @@ TRAINING = (
         "swarmnode_policy_version",
         "gauge",
         "trainer.report.policy_version",
-        "Number of steps that changed the policy. A step changes nothing if all rewards of each"
-        " group are equal.",
+        "Steps that changed the policy. A step changes nothing if all rewards of each group are"
+        " equal.",
     ),
     Metric(
         "swarmnode_step_seconds",
         "histogram",
         "trainer.step_seconds",
-        "Duration of training steps in seconds, sampling included.",
+        "Duration of training steps, sampling included.",
     ),
     Metric(
         "swarmnode_phase_seconds",
@@ -319,7 +316,7 @@ TRAINING = (
             "generating": "trainer.report.generate_seconds",
             "training": "trainer.report.train_seconds",
         },
-        "Duration of the two parts of the last step in seconds: sampling and update.",
+        "Duration of the two parts of the last step: sampling and update.",
         ("phase",),
         when=trainer_reports,
     ),
@@ -332,9 +329,9 @@ TRAINING = (
             "held_out": "trainer.report.reward_held_out",
             "held_out_start": "trainer.report.reward_held_out_start",
         },
-        "Mean reward, 0 to 1. `own`: completions of the last step. `external`: peers' completions"
-        " in the last batch. `held_out`: the held-out questions, the one that shows progress."
-        " `held_out_start`: the same before the first step.",
+        "Mean reward, 0 to 1, of the last step's own completions, of peers' completions in the"
+        " last batch (`external`), and of the held-out questions now and before the first step"
+        " (`held_out_start`).",
         ("source",),
         when=trainer_reports,
     ),
@@ -342,38 +339,36 @@ TRAINING = (
         "swarmnode_reward_held_out_error",
         "gauge",
         "trainer.report.reward_held_out_error",
-        "Standard error of the held-out reward over its questions. A change of less than two"
-        " standard errors may be noise.",
+        "Standard error of the held-out reward. A change below two standard errors may be noise.",
     ),
     Metric(
         "swarmnode_task_reward",
         "gauge",
         "trainer.report.reward_by_task",
-        "Mean reward of this node's completions by task, 0 to 1, in the last step with that task. A"
-        " task that stays at 0 or 1 teaches nothing.",
+        "Mean reward of own completions, 0 to 1, in the last step with the task. A task that"
+        " stays at 0 or 1 teaches nothing.",
         ("task",),
     ),
     Metric(
         "swarmnode_reward_errors_total",
         "counter",
         _reward_errors,
-        "Own and peers' completions, by task, that scored 0 because the reward function raised an"
-        " exception or returned no number from 0 to 1.",
+        "Own and peers' completions that scored 0 because the reward function failed or returned"
+        " no number from 0 to 1.",
         ("task",),
     ),
     Metric(
         "swarmnode_zero_advantage_share",
         "gauge",
         "trainer.report.zero_advantage_share",
-        "Share of this node's groups, 0 to 1, whose rewards are all equal. Near 1, the tasks are"
-        " too hard or too easy for the policy.",
+        "Share of own groups whose rewards are all equal. Near 1, the tasks are too hard or too"
+        " easy.",
     ),
     Metric(
         "swarmnode_entropy",
         "gauge",
         "trainer.report.entropy",
-        "Entropy of the policy in nats per sampled token. Near 0, it gives the same answer each"
-        " time.",
+        "Entropy of the policy in nats per token. Near 0, it gives the same answer each time.",
     ),
     Metric(
         "swarmnode_kl",
@@ -385,8 +380,8 @@ TRAINING = (
         "swarmnode_clip_fraction",
         "gauge",
         "trainer.report.clip_fraction",
-        "Share of the trained tokens, 0 to 1, whose importance ratio was clipped. If it stays above"
-        " 0.2, the learning rate is too high.",
+        "Share of trained tokens whose importance ratio was clipped. Above 0.2, the learning rate"
+        " is too high.",
     ),
     Metric(
         "swarmnode_gradient_norm",
@@ -401,7 +396,7 @@ TRAINING = (
             "mean": "trainer.report.completion_tokens",
             "p95": "trainer.report.completion_tokens_p95",
         },
-        "Length of this node's completions in the last step, in tokens: mean and 95th percentile.",
+        "Length of own completions in the last step: mean and 95th percentile.",
         ("statistic",),
         when=trainer_reports,
     ),
@@ -409,8 +404,8 @@ TRAINING = (
         "swarmnode_completion_cut_share",
         "gauge",
         "trainer.report.completion_cut_share",
-        "Share of the last step's completions, 0 to 1, that reached"
-        " training.max_completion_length. If it stays above 0.2, raise that setting.",
+        "Share of the last step's completions that reached training.max_completion_length. If it"
+        " stays above 0.2, raise that setting.",
     ),
     Metric(
         "swarmnode_trained_groups_total",
@@ -419,7 +414,7 @@ TRAINING = (
             "own": "trainer.report.own_groups_total",
             "external": "trainer.report.external_groups_total",
         },
-        "Groups that this node has trained on: its own, and those of peers (`external`).",
+        "Groups that this node has trained on: own, and peers' (`external`).",
         ("source",),
         when=trainer_reports,
     ),
@@ -437,8 +432,7 @@ TRAINING = (
         "swarmnode_tokens_total",
         "counter",
         _tokens,
-        "Sampled tokens, for training and in held-out evaluations. If training.eval_every is not"
-        " set, evaluations take at most 5 % of all tokens.",
+        "Sampled tokens, for training and in held-out evaluations.",
         ("use",),
         when=trainer_reports,
     ),
@@ -452,14 +446,14 @@ TRAINING = (
         "swarmnode_environment_share",
         "gauge",
         "trainer.report.environment_share",
-        "Share of the last step's sampling time, 0 to 1, spent waiting for environments; only with"
-        " tasks of several turns.",
+        "Share of the last step's sampling time spent waiting for environments; only with tasks"
+        " of several turns.",
     ),
     Metric(
         "swarmnode_device_memory_bytes",
         "gauge",
         "trainer.report.device_memory_bytes",
-        "Peak memory of the trainer on its accelerator, in bytes.",
+        "Peak memory of the trainer on its accelerator.",
     ),
     Metric(
         "swarmnode_out_of_memory_retries_total",
@@ -472,8 +466,8 @@ TRAINING = (
         "swarmnode_engine_failures_total",
         "counter",
         _engine_failures,
-        "Failures of the engines that sample. `own`: `continuous` failed. `server`: the"
-        " node's engine took over from the inference server, by reason. The log has the details.",
+        "Failures of sampling engines. `own`: `continuous` failed. `server`: the node's own engine took over"
+        " from the inference server.",
         ("engine", "reason"),
         when=trainer_reports,
     ),
@@ -481,24 +475,21 @@ TRAINING = (
         "swarmnode_server_sampling",
         "gauge",
         _server_sampling,
-        "1 while the inference server of policy.server.url samples, 0 while the node's own engine"
-        " does; only with that setting.",
+        "1 while the server of policy.server.url samples, 0 while the node's own engine does.",
         when=has_server,
     ),
     Metric(
         "swarmnode_sampler_gap",
         "gauge",
         "trainer.report.own_gap",
-        "Mean absolute difference, in nats, between the log-probabilities of the engine that"
-        " sampled the last batch and those of the trainer. Rounding is about 0.00001 in float32"
-        " and 0.01 in 16 bits.",
+        "Mean absolute difference between the log-probabilities of the sampling engine and the"
+        " trainer, in nats. Rounding is about 0.00001 in float32 and 0.01 in 16 bits.",
     ),
     Metric(
         "swarmnode_unsaved_steps",
         "gauge",
         _unsaved_steps,
-        "Steps that a crash of the trainer would lose now. If it never returns to 0, saving fails;"
-        " see the log.",
+        "Steps that a crash of the trainer would lose now. If it never returns to 0, saving fails.",
         when=trainer_reports,
     ),
 )
@@ -508,9 +499,9 @@ SHARING = (
         "swarmnode_effective_sample_share",
         "gauge",
         {"own": "trainer.report.effective_own", "external": "trainer.report.effective_external"},
-        "Effective sample size of the last batch's tokens as a share of their number, 0 to 1. Low"
-        " for `own`: the engine samples from another policy than the trainer's. Low for"
-        " `external`: peers' policies are far from this one.",
+        "Effective sample size of the last batch's tokens as a share of their number. Low for"
+        " `own`: the engine's policy differs from the trainer's. Low for `external`: peers'"
+        " policies are far away.",
         ("source",),
         when=trainer_reports,
     ),
@@ -518,22 +509,21 @@ SHARING = (
         "swarmnode_gradient_agreement",
         "gauge",
         "trainer.report.gradient_agreement",
-        "Cosine between the gradient of own groups and that of peers' groups, −1 to 1. Usual is 0.1"
-        " to 0.4. If it stays below 0, peers' groups work against this node's.",
+        "Cosine between the gradients of own and of peers' groups; usually 0.1 to 0.4. Below 0,"
+        " peers' groups work against this node's.",
     ),
     Metric(
         "swarmnode_peer_drift",
         "gauge",
         "trainer.report.drift",
-        "Largest excess of one token in strangers' rewarded answers, 0 to 1: the share of their"
-        " answers with the token, less the share of own answers with it. `swarmnode samples` names"
-        " the token.",
+        "Largest excess of one token in strangers' rewarded answers: the share of their answers"
+        " with the token, less that of own answers. `swarmnode samples` names the token.",
     ),
     Metric(
         "swarmnode_top_answer_share",
         "gauge",
         "trainer.report.top_answer_share",
-        "Share of recent majority votes, 0 to 1, that chose the most frequent answer; only with the"
+        "Share of recent majority votes that chose the most frequent answer; only with the"
         " verifier `majority`. Near 1, the policy gives one answer to every question.",
     ),
 )
@@ -549,9 +539,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_admission_total",
         "counter",
         _admission,
-        "Groups of peers by verdict and reason. `admitted`: passed every check. `ignored`: normal"
-        " in operation, such as a duplicate. `rejected`: provably wrong; honest nodes of the same"
-        " version cause none, and the sender loses reputation.",
+        "Groups of peers by verdict and reason. `ignored`: normal, such as a duplicate."
+        " `rejected`: provably wrong; honest nodes cause none.",
         ("verdict", "reason"),
     ),
     Metric(
@@ -566,7 +555,7 @@ ROLLOUTS = (
         "swarmnode_rollouts_false_listings_total",
         "counter",
         "rollouts.pulling.claims.faults",
-        "False listings of peers and requests without a response, by kind. `absent`, `slow` and"
+        "False listings of peers and requests without a response. `absent`, `slow` and"
         " `trajectory` also occur with honest peers.",
         ("kind",),
     ),
@@ -574,8 +563,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_served_total",
         "counter",
         "rollouts.serving.served",
-        "Responses to peers' polls and fetches, by outcome. `busy`: the peer's allowance or this"
-        " node's budget is used up.",
+        "Responses to peers' polls and fetches. `busy`: the peer's allowance or this node's"
+        " budget is used up.",
         ("outcome",),
     ),
     Metric(
@@ -588,8 +577,8 @@ ROLLOUTS = (
         "swarmnode_pool_groups",
         "gauge",
         "rollouts.pool.groups",
-        "Groups of peers that wait in the pool. A full pool means that peers send more than this"
-        " node uses, which is normal.",
+        "Groups of peers that wait in the pool. A full pool is normal: peers send more than this"
+        " node uses.",
     ),
 )
 
@@ -598,7 +587,7 @@ NETWORK = (
         "swarmnode_peers",
         "gauge",
         {"in": "network.peers.inbound", "out": "network.peers.outbound"},
-        "Connected peers by direction. `in`: the peer dialled. `out`: this node dialled.",
+        "Connected peers. `in`: the peer dialled. `out`: this node dialled.",
         ("direction",),
     ),
     Metric(
@@ -608,16 +597,16 @@ NETWORK = (
             "greylisted": "network.reputation.greylisted",
             "banned": "network.reputation.banned",
         },
-        "Peers with low reputation. `greylisted`: their groups are ignored. `banned`: connections"
-        " are refused. Both end with time.",
+        "Peers with low reputation, for a time. `greylisted`: their groups are ignored. `banned`:"
+        " connections are refused.",
         ("state",),
     ),
     Metric(
         "swarmnode_reach",
         "gauge",
         lambda s: {str(s.network.nat.reach.verdict): 1},
-        "1 for the present verdict. `public`: strangers can dial this node. `private`: only through"
-        " a relay. `unknown`: not tested yet.",
+        "1 for the present verdict. `public`: strangers can dial this node. `private`: only"
+        " through a relay. `unknown`: not tested yet.",
         ("verdict",),
     ),
     Metric(
@@ -636,31 +625,31 @@ NETWORK = (
         "swarmnode_dials_total",
         "counter",
         _dials,
-        "Attempts to connect to a peer by outcome, with a plain dial or a hole punch through both"
-        " routers. Failed dials are normal: address books contain nodes that are gone.",
+        "Attempts to connect, with a plain dial or a hole punch. Failed dials are normal: address"
+        " books contain nodes that are gone.",
         ("method", "outcome"),
     ),
     Metric(
         "swarmnode_requests_total",
         "counter",
         _requests,
-        "Requests by direction and outcome. `out`: sent to peers. `in`: received. `busy` and"
-        " `unwelcome` requests were refused; `error` is a defect of this node.",
+        "Requests sent (`out`) and received (`in`). `busy` and `unwelcome` ones were refused;"
+        " `error` is a defect of this node.",
         ("direction", "outcome"),
     ),
     Metric(
         "swarmnode_network_bytes_total",
         "counter",
         {"in": "network.traffic.received", "out": "network.traffic.sent"},
-        "Bytes by protocol and direction, without the overhead of encryption and multiplexing.",
+        "Bytes by protocol, without the overhead of encryption and multiplexing.",
         ("protocol", "direction"),
     ),
     Metric(
         "swarmnode_guard_firings_total",
         "counter",
         "network.guards",
-        "Interventions of the guards around libp2p, by guard. A steady rate means that a peer sends"
-        " what no honest node sends.",
+        "Interventions of the guards around libp2p. A steady rate means that a peer sends what no"
+        " honest node sends.",
         ("guard",),
     ),
 )
@@ -671,38 +660,37 @@ WEIGHTS = (
         "counter",
         "weights.outcomes",
         "Outer steps (`applied` with a partner's weights, or `solo`), attempts to find a partner"
-        " (`busy`, `refused`, `unreachable`), and swaps that `failed` after a partner was found.",
+        " (`busy`, `refused`, `unreachable`), and swaps that `failed`.",
         ("outcome",),
     ),
     Metric(
         "swarmnode_weights_failures_total",
         "counter",
         "weights.failures",
-        "Failed swaps by cause: a slow or blocked connection, a partner that breaks the protocol,"
-        " or this node (`local`, `snapshot`, `apply_timeout`, `no_trainer`).",
+        "Failed swaps by cause: the connection, the partner, or this node (`local`, `snapshot`,"
+        " `apply_timeout`, `no_trainer`).",
         ("cause",),
     ),
     Metric(
         "swarmnode_weights_judged_total",
         "counter",
         "weights.judged",
-        "Partners' weights by outcome at the gate. `probe`: the mean made the policy worse and was"
-        " not applied.",
+        "Partners' weights at the gate. `probe`: the mean made the policy worse and was not"
+        " applied.",
         ("outcome",),
     ),
     Metric(
         "swarmnode_weights_candidates",
         "gauge",
         "weights.candidates",
-        "Connected peers that train the same policy and can be partners. With 0, this node takes"
-        " solo steps.",
+        "Connected peers that train the same policy. With 0, this node takes solo steps.",
     ),
     Metric(
         "swarmnode_weights_distance",
         "gauge",
         "trainer.report.weights.distance",
-        "Distance of the last partner's weights, as a share of the norm of this node's. Replicas"
-        " that train together stay within a few percent.",
+        "Distance of the last partner's weights, as a share of this node's norm. Replicas that"
+        " train together stay within a few percent.",
     ),
     Metric(
         "swarmnode_weights_reverts_total",
@@ -737,8 +725,8 @@ STAGES = (
         "swarmnode_crew_stopped_seconds",
         "gauge",
         "stages.crew.stopped_seconds",
-        "Seconds since this node's crew last ran; 0 while it runs. After stages.wait_seconds its"
-        " nodes start again from the base model.",
+        "Seconds since this node's crew last ran; 0 while it runs. After ten minutes its nodes"
+        " start again from the base model.",
     ),
     Metric(
         "swarmnode_crew_events_total",
@@ -760,7 +748,7 @@ STAGES = (
         "swarmnode_stage_index",
         "gauge",
         "stages.crew.stage",
-        "Number of the stage that this node holds. 0 is the head, which trains and publishes.",
+        "Stage that this node holds. 0 is the head, which trains and publishes.",
     ),
     Metric(
         "swarmnode_stage_phase",
@@ -774,39 +762,37 @@ STAGES = (
         "swarmnode_stage_restorations_total",
         "counter",
         "stages.sources",
-        "Restorations of this node's stages by source of the weights. `base` loses what the stage"
-        " had learned.",
+        "Restorations of this node's stages. `base` loses what the stage had learned.",
         ("source",),
     ),
     Metric(
         "swarmnode_stage_checkpoint_age_steps",
         "gauge",
         "stages.own.checkpoint_age_steps",
-        "Steps of this stage that the loss of this node and its disk would cost: those since the"
-        " newest checkpoint that a neighbour stores.",
+        "Steps since the newest checkpoint of this stage at a neighbour: the cost of losing this"
+        " node and its disk.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_stage_bubble_share",
         "gauge",
         "stages.own.bubble_share",
-        "Share of the last step, 0 to 1, in which this node's stage waited for other stages.",
+        "Share of the last step in which this node's stage waited for other stages.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_stage_throttled_seconds_total",
         "counter",
         "stages.streams.throttled_seconds",
-        "Seconds for which streams between stages waited for the node's byte budget. If it grows,"
-        " the caps are too low for a stage.",
+        "Seconds for which streams between stages waited for the byte budget. If it grows, the"
+        " caps are too low.",
     ),
     Metric(
         "swarmnode_stage_refusals_total",
         "counter",
         _stage_refusals,
-        "Refused items between stages by kind (`frame`, `state`, `stream`) and reason. `crew` and"
-        " `step` are usual after the end of a crew. Other reasons show a defect or a hostile"
-        " member.",
+        "Refused items between stages. `crew` and `step` are usual after the end of a crew; other"
+        " reasons show a defect or a hostile member.",
         ("kind", "reason"),
         when=has_crew,
     ),
@@ -817,8 +803,8 @@ CLAIMED = (
         "swarmnode_claimed_peers",
         "gauge",
         "swarm.reporting",
-        "Nodes of the swarm with a recent signed summary, connected or not. Summaries are claims"
-        " and not verified.",
+        "Nodes of the swarm with a recent signed summary, connected or not. Summaries are not"
+        " verified.",
     ),
     Metric(
         "swarmnode_claimed_reward_median",
@@ -830,8 +816,8 @@ CLAIMED = (
         "swarmnode_clock_offset_seconds",
         "gauge",
         "swarm.clock_offset_seconds",
-        "Median of peers' clocks minus this node's clock, in seconds, from at least two peers."
-        " Beyond 120 s groups are dropped.",
+        "Median of peers' clocks minus this node's, from at least two peers. Beyond 120 s groups"
+        " are dropped.",
     ),
 )
 
@@ -840,9 +826,8 @@ BUDGET = (
         "swarmnode_budget_paused",
         "gauge",
         "budget.paused",
-        "1 while this reason stops the node from fetching groups: quiet hours, the monthly limit,"
-        " `swarmnode pause` (`owner`), battery power, other programs (`busy`), or the download"
-        " cap.",
+        "1 while this reason stops the node from fetching groups. `owner`: `swarmnode pause`."
+        " `busy`: other programs.",
         ("reason",),
     ),
     Metric(
@@ -856,8 +841,7 @@ BUDGET = (
         "swarmnode_budget_month_limit_bytes",
         "gauge",
         "budget.month_limit_bytes",
-        "Bytes per calendar month, both directions together, at which sharing pauses; only with"
-        " network.monthly_bytes.",
+        "Bytes per calendar month at which sharing pauses; only with network.monthly_bytes.",
     ),
     Metric(
         "swarmnode_budget_refusals_total",
@@ -879,42 +863,42 @@ MACHINE = (
         "swarmnode_disk_free_bytes",
         "gauge",
         "disk.free_bytes",
-        "Free bytes for this user on the data directory's file system. With 0, state is not saved.",
+        "Free bytes on the data directory's file system. With 0, state is not saved.",
     ),
     Metric(
         "swarmnode_disk_size_bytes",
         "gauge",
         "disk.total_bytes",
-        "Size of the data directory's file system in bytes.",
+        "Size of the data directory's file system.",
     ),
     Metric(
         "swarmnode_restarts_total",
         "counter",
         _restarts,
-        "Restarts by the supervisor, by process. `ended`: the process exited. `stalled`: it made no"
-        " progress in time. The log has the cause.",
+        "Restarts by the supervisor. `ended`: the process exited. `stalled`: it made no progress"
+        " in time.",
         ("process", "reason"),
     ),
     Metric(
         "swarmnode_scorer_restarts_total",
         "counter",
         _scorer_restarts,
-        "Scorers that were replaced because they died or took too long, by the process that uses"
-        " them. An answer that kills a scorer costs only time.",
+        "Scorers that were replaced because they died or took too long. An answer that kills a"
+        " scorer costs only time.",
         ("process",),
     ),
     Metric(
         "swarmnode_process_memory_bytes",
         "gauge",
         lambda s: {name: use.memory_bytes for name, use in s.processes.items()},
-        "Resident memory in bytes, by process.",
+        "Resident memory by process.",
         ("process",),
     ),
     Metric(
         "swarmnode_process_cpu_seconds_total",
         "counter",
         lambda s: {name: use.cpu_seconds for name, use in s.processes.items()},
-        "CPU time in seconds since the start of the process, by process.",
+        "CPU time since the start of the process.",
         ("process",),
     ),
 )

@@ -154,9 +154,7 @@ class StageService:
         rng: random.Random | None = None,
     ) -> None:
         self.cfg = cfg
-        self.settings = settings or wire.MembershipSettings(
-            stages=cfg.stages, lost_seconds=cfg.wait_seconds
-        )
+        self.settings = settings or wire.MembershipSettings(stages=cfg.stages)
         self.proxy = StreamProxy(
             network.streams,
             data_dir,
@@ -250,11 +248,11 @@ class StageService:
 
     def _trusts(self, peer: str) -> bool:
         """Return True if `stages.trust` allows `peer` in a crew."""
-        match self.cfg.trust:
-            case "anyone":
-                return True
-            case "allowed":
-                return peer in self.cfg.allowed
+        trust = self.cfg.trust
+        if "anyone" in trust or peer in trust:
+            return True
+        if "known" not in trust:
+            return False
         score = self._network.score(peer)
         # an untrained node has no steps that a bad member could spoil
         is_untrained = (

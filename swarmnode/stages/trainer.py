@@ -325,7 +325,6 @@ class CrewTrainer:
                 self._runner,
                 lineage,
                 self._stop,
-                c.stages.wait_seconds,
                 self._active_averaging,
                 self.policy_copy,
             )
@@ -335,7 +334,7 @@ class CrewTrainer:
         )
         self._link.send(self._hello())
         try:
-            self._loop.run(c.weights.join_seconds)
+            self._loop.run()
         finally:
             self._loop = self._sampler = None
             if self.policy_copy is not None:
@@ -369,7 +368,6 @@ class CrewTrainer:
                 self._runner,
                 stage.lineage,
                 self._stop,
-                0.0,
                 policy_copy=self.policy_copy,
             )
             self._sampler = MemberSampler(engine, c, self._link, scorer, self._directory)
@@ -966,6 +964,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 WAIT_SECONDS = 1.0
 """Interval between checks whether to stop."""
+CREW_WAIT_SECONDS = wire.MembershipSettings().lost_seconds + 60.0
+"""Longest wait of the head's loop for a crew."""
 FIRST_TOKENS = 1024
 """Padded tokens of the first micro-batches of a crew whose speed is not known. For 16,384 tokens a
 CPU stage can take many times the head's deadline."""
@@ -983,7 +983,6 @@ class CrewPolicy:
     Args:
         lineage: Lineage whose head this node is.
         stop: Ends all waiting.
-        wait_seconds: Time to wait for a crew.
         averaging: Returns the averaging of this node's stage; None if it is not averaged now.
         policy_copy: Policy copy that training samples from while it is recent enough.
     """
@@ -995,7 +994,6 @@ class CrewPolicy:
         runner: StageRunner,
         lineage: bytes,
         stop: threading.Event,
-        wait_seconds: float,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
         policy_copy: PolicyCopy | None = None,
     ) -> None:
@@ -1004,7 +1002,6 @@ class CrewPolicy:
         self._model = model
         self._runner = runner
         self._stop = stop
-        self._wait_seconds = wait_seconds
         self._averaging = averaging
         self._policy_copy = policy_copy
         self._recommended = False
@@ -1298,10 +1295,9 @@ class CrewPolicy:
 
         Raises:
             EngineGone: another node is the head, or this node stops.
-            PeerTimeout: there was no crew for `wait_seconds` + 60 s.
+            PeerTimeout: there was no crew for `CREW_WAIT_SECONDS`.
         """
-        limit = self._wait_seconds + 60.0
-        late = time.monotonic() + limit
+        late = time.monotonic() + CREW_WAIT_SECONDS
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
             if self._runner.lost_leadership(self.lineage):
@@ -1311,11 +1307,11 @@ class CrewPolicy:
             if self._stop.is_set():
                 raise EngineGone("stopping")
             if self._runner.led_lineage() == self.lineage:
-                late = time.monotonic() + limit
+                late = time.monotonic() + CREW_WAIT_SECONDS
             elif time.monotonic() > late:
                 raise PeerTimeout(
-                    f"there was no crew for {limit:.0f} s: see `swarmnode status` and the log"
-                    " for the missing stages"
+                    f"there was no crew for {CREW_WAIT_SECONDS:.0f} s: see `swarmnode status` and"
+                    " the log for the missing stages"
                 )
 
     # ---- between steps: the stage averages by itself, so most methods do nothing -----------------

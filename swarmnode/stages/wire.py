@@ -1352,11 +1352,10 @@ def check_message(message: CrewMessage) -> None:
 
 
 class MembershipSettings(msgspec.Struct, frozen=True):
-    """Constants of crew membership, and the operator's settings: `stages` and `lost_seconds`."""
+    """Constants of crew membership, and the operator's setting `stages`."""
 
-    lost_seconds: float
-    """A node that has taken steps starts from the base after this time without a crew
-    (`stages.wait_seconds`)."""
+    lost_seconds: float = 600.0
+    """A node that has taken steps starts from the base after this time without a crew."""
     stages: int = 0
     """Number of stages of a crew that starts from the base; 0 for the fewest that hold the
     model."""

@@ -60,6 +60,7 @@ from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
 from swarmnode.trainer.trackers import Trackers, flat
 from swarmnode.trainer.update import UpdateStatistics, learning_rate
+from swarmnode.weights.local import JOIN_SECONDS
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -118,7 +119,7 @@ class Trainer:
                 config, engine, link, scorer, counters, directory, self._progress, self._stop
             )
             with link:
-                loop.run(config.weights.join_seconds)
+                loop.run()
 
     def _run_trial(self, policy: Policy) -> None:
         """Run a trial of the policy before training.
@@ -211,11 +212,8 @@ class Loop:
             config.node.quiet_hours, PauseFlags(config.node.data_dir), training.step_interval, stop
         )
 
-    def run(self, join_seconds: float) -> None:
+    def run(self) -> None:
         """Train until `stop` is set or `max_steps` are done. The link must be running.
-
-        Args:
-            join_seconds: Time that an untrained node waits for the state of a neighbour.
 
         Raises:
             EngineGone: The engine cannot continue.
@@ -225,7 +223,7 @@ class Loop:
             if not self._wait_for_identity():
                 return
             try:
-                self._train(join_seconds)
+                self._train()
             except EngineGone:
                 self._checkpoints.save(last=True)
                 raise
@@ -233,13 +231,13 @@ class Loop:
             self._checkpoints.finish(lambda: self._reporter.alive("draining"))
             self._reporter.flush(2.0)
 
-    def _train(self, join_seconds: float) -> None:
+    def _train(self) -> None:
         self._wait_while_paused()
         if (
             self._fresh or self._counters.reward_held_out_start is None
         ) and not self._pauses.stop.is_set():
             self._evaluate()
-        self._join(join_seconds)
+        self._join()
         while not self._finished() and self._wait_while_paused():
             started = time.monotonic()
             self._step()
@@ -293,12 +291,12 @@ class Loop:
             self._reporter.alive("loading, waiting for the network process")
         return True
 
-    def _join(self, seconds: float) -> None:
-        """Wait up to `seconds` for the state of a neighbour, if this node is untrained; longer if a
-        state has been announced."""
+    def _join(self) -> None:
+        """Wait up to JOIN_SECONDS for the state of a neighbour, if this node is untrained; longer
+        if a state has been announced."""
         if not self._fresh:
             return
-        late = time.monotonic() + seconds
+        late = time.monotonic() + JOIN_SECONDS
         while not self._pauses.stop.is_set() and not self._engine.wait_for_state(0.2, late):
             self._reporter.alive("loading, asking neighbours for their state")
             self._average(stepped=False)

@@ -227,6 +227,9 @@ ToTrainer = TakeSnapshot | ApplyPayload | DropExchange | SoloStep | WriteState |
 
 SendToTrainer = Callable[[ToTrainer], bool]
 """Returns False if no trainer is connected."""
+JOIN_SECONDS: Final = 15.0
+"""Time for which a node without state waits for a neighbour's state, before it starts from the base
+policy."""
 
 
 # ---- outcomes of a partner's weights: closed sets, each a metric's label -------------------------

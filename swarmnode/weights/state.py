@@ -105,7 +105,7 @@ class StateSeeker:
     """Searches for a state while the trainer has none.
 
     Args:
-        cfg: `join_seconds` and `join_from_one` are used.
+        cfg: `join_from_one` is used.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StateSeeker:
     async def _search(self) -> bool:
         """Ask neighbours, choose a source and fetch its state. Return True if one was adopted."""
         began = trio.current_time()
-        deadline = began + self._cfg.join_seconds + self._replica.writing_seconds
+        deadline = began + local.JOIN_SECONDS + self._replica.writing_seconds
         asked: set[str] = set()
         silent: set[str] = set()
         offers: dict[str, OfferedState] = {}

@@ -37,7 +37,6 @@ class Machine:
             "network.mdns=false",
             "policy.threads=1",
             "training.step_interval=1.0",
-            "weights.join_seconds=1.0",
             *more,
         )
         self.options = [

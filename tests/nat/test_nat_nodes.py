@@ -28,7 +28,7 @@ SETTINGS = {
     "policy": {"threads": 1},
     "training": {"step_interval": 0.5, "eval_every": 1000, "groups_per_step": 4},
     "http": {"port": 9464},
-    "weights": {"sync_every": 4, "fragments": 1, "join_seconds": 1.0},
+    "weights": {"sync_every": 4, "fragments": 1},
 }
 
 

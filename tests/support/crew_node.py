@@ -264,7 +264,7 @@ async def crew_node(
     """Yield a running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
     node = CrewNode(
-        network, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers
+        network, directory, settings, StagesConfig(**{"trust": ["anyone"], **cfg}), layers
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)

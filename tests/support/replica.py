@@ -41,7 +41,7 @@ SWARM = b"\x21" * 32
 BASE = b"\x22" * 32
 TOKENIZER = b"\x23" * 32
 BETWEEN_SECONDS = 0.005
-CONFIG = WeightsConfig(rule="gossip", fragments=1, join_seconds=5.0)
+CONFIG = WeightsConfig(rule="gossip", fragments=1)
 
 
 class Tiny(torch.nn.Module):

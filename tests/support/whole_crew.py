@@ -55,7 +55,7 @@ def whole_settings(
         "policy": {"model": str(model), "threads": 1, "devices": "cpu"},
         "training": {"eval_every": 10_000, "seed": number, "step_interval": 0.2},
         "task": {"held_out_per_task": 1},
-        "stages": {"mode": "always", "stages": members, "checkpoint_every": 5, "trust": "anyone"},
+        "stages": {"mode": "always", "stages": members, "checkpoint_every": 5, "trust": ["anyone"]},
         "http": {"port": 0},
     }
     for name, values in sections.items():

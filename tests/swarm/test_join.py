@@ -26,7 +26,6 @@ FAST = {
     "policy": {"threads": 1},
     "training": {"step_interval": 1.0, "eval_every": 50, "temperature": 0.9},
     "task": {"names": ["builtin/copy", "builtin/sum"]},
-    "weights": {"join_seconds": 1.0},
     "http": {"port": 0},
 }
 

@@ -240,8 +240,7 @@ def test_occupied_page_port_does_not_end_the_node(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        steps = ("training.max_steps=1", "weights.join_seconds=0")
-        result = run_until_exit(tmp_path, f"http.port={port}", *steps)
+        result = run_until_exit(tmp_path, f"http.port={port}", "training.max_steps=1")
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
     assert len([each for each in records if each.get("taken") == port]) == 1
@@ -289,7 +288,6 @@ def test_unreachable_bootstrap_warns_and_the_node_trains(tmp_path):
         tmp_path,
         f'network.initial_peers=["{dead}"]',
         "training.max_steps=5",
-        "weights.join_seconds=1.0",
     )
     assert result.returncode == 0, result.stderr
     warnings = [

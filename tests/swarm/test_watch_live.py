@@ -48,7 +48,7 @@ NODE = {
         "save_every": 1.0,
         "beta": 0.001,
     },
-    "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2, "join_seconds": 2.0},
+    "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2},
     "http": {"port": 0},
 }
 """A node with every feature of the panels enabled: a reference policy for the KL divergence,

@@ -248,13 +248,12 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
             node.connect()
         # The last one: its answer may take half a minute, and a joining node does not wait for it.
         node.hold = {local.WriteState}
-        cfg = CONFIG.model_copy(update={"join_seconds": 25.0})
         new = await stack.enter_async_context(
-            averaging(networks[3], keys[3], tmp_path / "3", fresh=True, cfg=cfg)
+            averaging(networks[3], keys[3], tmp_path / "3", fresh=True)
         )
         await until(
             lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1},
-            seconds=cfg.join_seconds,
+            seconds=local.JOIN_SECONDS,
         )
 
 

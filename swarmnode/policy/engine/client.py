@@ -45,16 +45,14 @@ class JsonClient:
 
     Args:
         url: Scheme, host and port; `policy.server.url` has been validated.
-        allow_public: Allow connections to addresses that are not private.
     """
 
-    def __init__(self, url: str, allow_public: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.url = url.rstrip("/")
         self._host = parts.hostname or ""
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls is not None else 80)
-        self._allow_public = allow_public
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
 
@@ -121,11 +119,10 @@ class JsonClient:
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         public = [each for each in addresses if not is_private_address(each)]
-        if public and not self._allow_public:
+        if public:
             raise ServerFailed(
                 "unreachable",
-                f"{self._host} is at the public address {public[0]}, and policy.server.allow_public"
-                " is not set",
+                f"{self._host} is at the public address {public[0]}; use an SSH tunnel",
             )
         plain = _connect(addresses, self._port, late)
         with contextlib.ExitStack() as stack:

@@ -132,7 +132,7 @@ def make_server(settings: ServerSettings, adapter: bool) -> Server:
     Args:
         adapter: True if the trainer loads a LoRA adapter, False if it loads all weights.
     """
-    client = JsonClient(settings.url, settings.allow_public)
+    client = JsonClient(settings.url)
     return Sglang(client, adapter) if settings.kind == "sglang" else Vllm(client, adapter)
 
 

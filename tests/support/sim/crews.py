@@ -211,7 +211,7 @@ class CrewNode:
                 network.start()
                 self.service = StageService(
                     network,
-                    StagesConfig(trust="anyone"),
+                    StagesConfig(trust=["anyone"]),
                     directory,
                     NodeCallbacks(self._send_to_trainer),
                     settings=world.settings,

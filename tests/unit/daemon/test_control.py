@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from swarmnode import cli, pauses
 from swarmnode.daemon import control
 from swarmnode.daemon.control import SOCKET, Control
-from swarmnode.daemon.machine import CALM_SECONDS, LoadAverage, Machine, Rules, update_load
+from swarmnode.daemon.machine import CALM_SECONDS, LoadAverage, Machine, update_load
 from swarmnode.files import lock_data_dir, make_data_dir
 from tests.support.waiting import until
 
@@ -44,14 +44,14 @@ def listens(path):
 
 
 @asynccontextmanager
-async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noqa: B008
+async def controlled(data_dir, machine=None, rest_when=(), trains=True):
     make_data_dir(data_dir)
     lock = lock_data_dir(data_dir)
     finished = trio.Event()
     try:
         async with trio.open_nursery() as nursery:
             served = Control(
-                data_dir, rules, machine or StillMachine(), finished.set, trains=trains
+                data_dir, rest_when, machine or StillMachine(), finished.set, trains=trains
             )
             nursery.start_soon(served.run)
             await until(lambda: listens(data_dir / SOCKET))
@@ -90,7 +90,7 @@ async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
 async def test_a_rest_on_battery_ends_with_its_rule(tmp_path):
     make_data_dir(tmp_path)
     pauses.write(tmp_path, {"owner": 1.0, "battery": 2.0})
-    async with controlled(tmp_path, rules=Rules(on_battery=False)):
+    async with controlled(tmp_path, rest_when=()):
         assert pauses.read(tmp_path).keys() == {"owner"}
 
 
@@ -197,7 +197,7 @@ def full(*_):
 async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
     machine = StillMachine()
     machine.battery = True
-    async with controlled(tmp_path, machine, Rules(on_battery=True)):
+    async with controlled(tmp_path, machine, ["battery"]):
         await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
         machine.battery = False
         await until(lambda: pauses.read(tmp_path) == {})
@@ -206,7 +206,7 @@ async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
 async def test_resume_reports_remaining_reasons(tmp_path, capsys):
     machine = StillMachine()
     machine.battery = True
-    async with controlled(tmp_path, machine, Rules(on_battery=True)):
+    async with controlled(tmp_path, machine, ["battery"]):
         await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
         await said("pause", "-d", tmp_path)
         capsys.readouterr()
@@ -222,11 +222,11 @@ def last_line(capsys):
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def loads(shares, limit=0.25):
+def loads(shares):
     """Return the pause states, measured every five seconds."""
     load, found = LoadAverage(), []
     for number, share in enumerate(shares):
-        load = update_load(load, share, limit, 5.0 * number)
+        load = update_load(load, share, 5.0 * number)
         found.append(load)
     return found
 
@@ -244,9 +244,9 @@ def test_a_moment_of_load_is_no_reason():
     assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
-@given(st.lists(st.floats(0, 1), max_size=50), st.floats(0.01, 1))
-def test_the_mean_stays_a_share(shares, limit):
-    assert all(0 <= state.mean <= 1 for state in loads(shares, limit))
+@given(st.lists(st.floats(0, 1), max_size=50))
+def test_the_mean_stays_a_share(shares):
+    assert all(0 <= state.mean <= 1 for state in loads(shares))
 
 
 def test_what_this_process_burns_is_not_the_others_load(monkeypatch):

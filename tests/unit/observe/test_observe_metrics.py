@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -279,22 +278,3 @@ def test_a_number_that_a_part_counts_becomes_a_metric_by_one_row(monkeypatch) ->
     assert scrape(msgspec.structs.replace(example(), network=network))["swarmnode_new_total"] == {
         (): 3
     }
-
-
-def test_help_is_a_sentence_that_says_its_unit() -> None:
-    units = {
-        "seconds": "second",
-        "bytes": "bytes",
-        "tokens": "token",
-        "share": "share",
-        "steps": "step",
-    }
-    for metric in METRICS:
-        assert re.match(r"[A-Z0-9].{20,}\.$", metric.help), metric.name
-        for suffix, word in units.items():
-            if metric.name.removesuffix("_total").endswith(f"_{suffix}"):
-                assert (
-                    word in metric.help.lower()
-                    or "how long" in metric.help.lower()
-                    or "unix time" in metric.help.lower()
-                ), metric.name

@@ -68,7 +68,6 @@ async def crew(tmp_path, model):
                 head._runner,
                 head._runner.led_lineage(),
                 threading.Event(),
-                60.0,
             )
             policy = load_policy(PolicyConfig(model=str(model), devices="cpu"))
             prompts = [policy.encode_prompt(p) for p in ("What is 3 + 4?", "Calculate 10 + 8.")]

@@ -95,7 +95,7 @@ class Runner:
 
 def policy_of(*crews, **training):
     training = TrainingConfig(per_device_train_tokens=4096, **training)
-    return CrewPolicy(training, Model(), Runner(*crews), LINEAGE, threading.Event(), 60.0)
+    return CrewPolicy(training, Model(), Runner(*crews), LINEAGE, threading.Event())
 
 
 ROWS = [Row([1] * 200, [2] * 100)] * 6
@@ -247,7 +247,7 @@ def clock(monkeypatch):
 
 
 def engine(runner):
-    return CrewPolicy(TrainingConfig(), Model(), runner, LINEAGE, threading.Event(), 600.0)
+    return CrewPolicy(TrainingConfig(), Model(), runner, LINEAGE, threading.Event())
 
 
 def test_a_stage_may_take_an_hour_to_be_restored(clock, tmp_path):

@@ -111,7 +111,6 @@ def engine_of(trainer):
         trainer._runner,
         trainer._runner.led_lineage(),
         threading.Event(),
-        60.0,
     )
     return CrewPolicy(*told, policy_copy=trainer.policy_copy)
 

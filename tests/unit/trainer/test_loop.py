@@ -27,8 +27,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _fast(monkeypatch):
     torch.set_num_threads(1)
+    monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
 
 
 async def train(data_dir, network, sharing=True, **training):
@@ -38,7 +39,6 @@ async def train(data_dir, network, sharing=True, **training):
             "node": {"data_dir": data_dir},
             "training": training,
             "task": {"held_out_per_task": 8},
-            "weights": {"join_seconds": 0},
             "sharing": {"enabled": sharing},
         }
     )

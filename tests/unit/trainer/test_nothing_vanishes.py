@@ -31,8 +31,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _fast(monkeypatch):
     torch.set_num_threads(1)
+    monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
 
 
 async def train(data_dir, **training):
@@ -45,7 +46,6 @@ async def train(data_dir, **training):
             "node": {"data_dir": data_dir},
             "training": {"groups_per_step": 8, "num_generations": 64, **training},
             "task": {"names": ["rg/base_conversion"], "held_out_per_task": 2},
-            "weights": {"join_seconds": 0},
         }
     )
     async with trio.open_nursery() as nursery:
