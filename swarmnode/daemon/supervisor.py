@@ -25,7 +25,6 @@ import trio
 
 from swarmnode.daemon.control import Control
 from swarmnode.daemon.machine import Machine
-from swarmnode.daemon.starvation import Starvation
 from swarmnode.daemon.watchdog import DRAIN_SECONDS, EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
@@ -38,6 +37,7 @@ log = structlog.get_logger("swarmnode.daemon.supervisor")
 
 COMMANDS = {"network": "swarmnode.daemon.node", "trainer": "swarmnode.trainer"}
 WATCH_INTERVAL_SECONDS = 0.25
+THAW_SECONDS = 1.0
 NOTIFY_SECONDS = 1.0
 """Interval between sd_notify messages. systemd's watchdog timeout must be several times longer."""
 OVERDUE_SECONDS = 5.0
@@ -57,7 +57,6 @@ def run(
     """Run a node until it is stopped or cannot continue; return its exit code.
 
     Args:
-        cfg: settings of the supervisor.
         data_dir: data directory of the node.
         configuration: returns the configuration for the next process as JSON. Called before each
             start, because a manifest may have changed it.
@@ -254,13 +253,13 @@ class Supervisor:
 
     async def _kill_when_stalled(self, child: Child) -> None:
         assert child.process is not None
-        starvation = Starvation(child.process.pid, trio.current_time())
         while True:
             await trio.sleep(WATCH_INTERVAL_SECONDS)
-            now = trio.current_time()
-            if starvation.due(now) or now > child.watchdog.deadline():
-                child.watchdog.set_starvation(starvation.since(child.watchdog.last_progress, now))
-            if now > child.watchdog.deadline() and not self._stopping.is_set():
+            if trio.current_time() <= child.watchdog.deadline():
+                continue
+            # After a pause of the whole container, the child must report before it is judged.
+            await trio.sleep(THAW_SECONDS)
+            if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
                 status = child.watchdog.statistics().status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()

@@ -39,7 +39,7 @@ CRASH_LIMIT = 6
 helped."""
 IDENTICAL_LIMIT = 3
 """Number of consecutive crashes by the same exception that end the node."""
-STALL_FLOOR_SECONDS = 30.0
+STALL_FLOOR_SECONDS = 60.0
 """Minimum time without progress before a process counts as stalled. Progress is reported per
 decoding step, and load bursts of other programs are shorter."""
 STARTUP_SECONDS = 600.0
@@ -114,7 +114,6 @@ class Watchdog:
         self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
-        self._starved_seconds = 0.0
         self._ever_ran = self._past_loading = False
         self._exited_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -130,7 +129,6 @@ class Watchdog:
         """Record the start of the process."""
         self._started_at = now
         self._last_progress = None
-        self._starved_seconds = 0.0
         self._past_loading = False
         self._stepped = False
 
@@ -145,23 +143,13 @@ class Watchdog:
             self._step_seconds.append(step_seconds)
             self._stepped = True
         self._last_progress = now
-        self._starved_seconds = 0.0
         self._status = status
-
-    @property
-    def last_progress(self) -> float | None:
-        """Time of the last progress; None before the first of this process."""
-        return self._last_progress
-
-    def set_starvation(self, seconds: float) -> None:
-        """Record the seconds of starvation since the last progress (starvation.py)."""
-        self._starved_seconds = seconds
 
     def deadline(self) -> float:
         """Return the time at which the process counts as stalled without further progress."""
         if self._last_progress is None:
-            return self._started_at + STARTUP_SECONDS + self._starved_seconds
-        return self._last_progress + self._stall_seconds() + self._starved_seconds
+            return self._started_at + STARTUP_SECONDS
+        return self._last_progress + self._stall_seconds()
 
     def _stall_seconds(self) -> float:
         # step times of an earlier process do not apply to loading

@@ -30,19 +30,6 @@ def test_deadline_is_startup_floor_or_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
-def test_starved_time_extends_the_deadline(watchdog):
-    watchdog.set_starvation(30.0)
-    assert watchdog.deadline() == 130
-    watchdog.progressed(6.0, None, "generating")
-    assert watchdog.deadline() == 16
-    watchdog.set_starvation(9.0)
-    assert watchdog.deadline() == 25
-    watchdog.set_starvation(40.0)
-    assert watchdog.deadline() == 56
-    watchdog.progressed(50.0, None, "generating")
-    assert watchdog.deadline() == 60
-
-
 def test_reloading_process_gets_the_startup_deadline(
     watchdog,
 ):
