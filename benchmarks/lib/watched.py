@@ -58,8 +58,7 @@ class Watched:
     def restarts(self) -> dict[str, int]:
         """Return how often the supervisor has restarted each process."""
         counted = self.node.directory / "run" / "supervisor.json"
-        processes = json.loads(counted.read_text())["processes"] if counted.exists() else {}
-        return {name: process["restarts"] for name, process in processes.items()}
+        return json.loads(counted.read_text())["restarts"] if counted.exists() else {}
 
 
 W = TypeVar("W", bound=Watched)

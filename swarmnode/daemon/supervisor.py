@@ -243,11 +243,10 @@ class Supervisor:
                 *lines, pending = (pending + chunk).split(b"\n")
                 pending = pending[-LINE_BYTES:]
                 for line in lines:
-                    before = len(child.watchdog.statistics().recovery_seconds)
                     message = parse_progress(line)
                     if message is not None:
                         child.watchdog.progressed(trio.current_time(), *message)
-                    if len(child.watchdog.statistics().recovery_seconds) != before:
+                    if child.down_reason and child.watchdog.past_loading:
                         child.down_reason = ""
                         self._write_statistics()
 
@@ -260,7 +259,7 @@ class Supervisor:
             # After a pause of the whole container, the child must report before it is judged.
             await trio.sleep(THAW_SECONDS)
             if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
-                status = child.watchdog.statistics().status
+                status = child.watchdog.status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
                 child.kill_reason = f"no progress while {status}, killed"
@@ -281,10 +280,7 @@ class Supervisor:
                 child.watchdog.deadline() > late for child in running
             )
             self._notifier.beat(
-                {
-                    name: child.watchdog.statistics().status
-                    for name, child in self._children.items()
-                },
+                {name: child.watchdog.status for name, child in self._children.items()},
                 well,
             )
             await trio.sleep(NOTIFY_SECONDS)
@@ -341,7 +337,7 @@ class Supervisor:
                 log.warning(
                     "drain took too long",
                     process=child.name,
-                    status=child.watchdog.statistics().status,
+                    status=child.watchdog.status,
                 )
                 self._send(signal.SIGKILL)
                 return
@@ -355,20 +351,15 @@ class Supervisor:
                 child.process.send_signal(signum)
 
     def _write_statistics(self) -> None:
-        """Write the statistics file that the network process exports as metrics."""
-        written = {}
-        for name, child in self._children.items():
-            watched = child.watchdog.statistics()
-            written[name] = {
-                "restarts": watched.restarts,
-                "stalls": watched.stalls,
-                "recovery_seconds": watched.recovery_seconds,
-                "down": child.down_reason,
-            }
+        """Write the file that the network process reads as `observe.watch.SupervisorStatistics`."""
+        children = self._children.values()
+        written = {
+            "restarts": {child.name: child.watchdog.restarts for child in children},
+            "stalls": {child.name: child.watchdog.stalls for child in children},
+            "down": {child.name: child.down_reason for child in children if child.down_reason},
+        }
         try:
-            write_atomically(
-                self._run_dir / "supervisor.json", json.dumps({"processes": written}).encode()
-            )
+            write_atomically(self._run_dir / "supervisor.json", json.dumps(written).encode())
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
 
