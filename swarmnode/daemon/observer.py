@@ -14,7 +14,6 @@ from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, LogTail, log_file
-from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.metering import Meter
@@ -42,7 +41,6 @@ class ObservedParts:
     summaries: Summaries
     meter: Meter
     supervisor: SupervisorWatch
-    ring: LogRing
     trainer: TrainerWatch
     rollouts: RolloutExchange | None = None
     weights: WeightService | None = None
@@ -63,13 +61,8 @@ class NodeObserver:
         self._joined = False
         self._tails = [
             LogTail(log_file(data_dir, process), process, LOG_LINES)
-            for process in ("supervisor", "trainer")
+            for process in ("supervisor", "network", "trainer")
         ]
-        first_ring_line = min(
-            (line.at for line in parts.ring.statistics()), default=info.started_at
-        )
-        before = LogTail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
-        self._before = [line for line in before if line.at < first_ring_line]
 
     def snapshot(self) -> NodeSnapshot:
         """Return all statistics of now."""
@@ -113,11 +106,7 @@ class NodeObserver:
 
     def _lines(self) -> list[LogLine]:
         """Return the newest log lines of all processes of this node, in the order of writing."""
-        lines = [
-            *self._before,
-            *self._parts.ring.statistics(),
-            *(line for tail in self._tails for line in tail.statistics()),
-        ]
+        lines = [line for tail in self._tails for line in tail.statistics()]
         return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
 
     def summary(self, created_at: int) -> Summary:

@@ -38,17 +38,18 @@ def fail() -> None:
 def test_a_traceback_is_in_the_file_and_one_line_elsewhere(tmp_path, monkeypatch, terminal) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    ring = configure(LogConfig(), "trainer", stream, tmp_path)
+    configure(LogConfig(), "trainer", stream, tmp_path)
     fail()
     (line,) = log_file(tmp_path, "trainer").read_text().splitlines()
     kept = json.loads(line)
     assert kept["component"] == "trainer"
     assert "Traceback (most recent call last)" in kept["exception"]
-    for written in (stream.getvalue().strip(), ring.statistics()[0].text):
+    (on_page,) = LogTail(log_file(tmp_path, "trainer"), "trainer", 9).statistics()
+    for written in (stream.getvalue().strip(), on_page.text):
         assert "ValueError: no such tokenizer (test_observe_logfile.py:" in written
         assert "Traceback" not in written
         assert len(written.splitlines()) == 1
-    assert ring.statistics()[0].process == "trainer"
+    assert on_page.process == "trainer"
 
 
 def test_the_last_error_is_the_newest_since_the_process_began(tmp_path) -> None:
