@@ -87,8 +87,8 @@ def test_doctor_advises_to_install_torch_again(broken, tmp_path):
         check for check in json.loads(result.stdout)["checks"] if check["name"] == "device"
     ]
     assert result.returncode == 69
-    assert "libcudart.so.13" in device["what"]
-    assert "pip install --force-reinstall torch" in device["todo"]
+    assert "libcudart.so.13" in device["text"]
+    assert "pip install --force-reinstall torch" in device["remedy"]
 
 
 def test_join_reports_the_unreachable_peer_before_torch(broken, tmp_path):

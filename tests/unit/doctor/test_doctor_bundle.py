@@ -120,7 +120,7 @@ def test_a_bundle_is_written_when_the_configuration_is_what_is_wrong(node, tmp_p
     directory, _, _ = node
     assert cli.run(["doctor", "--bundle", "-d", str(directory), "--set", "http.prot=0"]) == 78
     assert "unknown key http.prot" in unpacked(tmp_path)["doctor.json"]
-    assert "written: " in capsys.readouterr().out
+    assert "wrote " in capsys.readouterr().out
 
 
 def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):

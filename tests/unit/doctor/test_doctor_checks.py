@@ -42,10 +42,12 @@ CPU = DeviceFacts(
 
 
 def test_announces_but_does_not_listen_on_a_nat_address():
-    todo = checks.check_port(
+    remedy = checks.check_port(
         PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
-    ).todo
-    assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and set network.announce_addrs to this address"
+    ).remedy
+    assert (
+        remedy == "listen on /ip4/0.0.0.0/tcp/4001, and set network.announce_addrs to this address"
+    )
 
 
 def but(facts, **changes):
@@ -226,9 +228,9 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
 )
 def test_a_fact_is_judged(check, level, code, says):
     assert (check.level, check.exit_code) == (level, code)
-    assert says in check.what
-    assert bool(check.todo) == (level != "ok")
-    assert "\n" not in check.what + check.todo
+    assert says in check.text
+    assert bool(check.remedy) == (level != "ok")
+    assert "\n" not in check.text + check.remedy
 
 
 def bootstrap(*outcomes):
@@ -255,9 +257,9 @@ def test_one_bootstrap_peer_that_answers_is_enough(outcomes, levels, code):
 
 
 def test_a_founder_needs_no_bootstrap_peer():
-    (check,) = checks.check_peers([], itself=True)
-    assert (check.level, check.todo) == ("ok", "")
-    alone = checks.check_peers([PeerFacts("/ip4/1.2.3.4/tcp/1", "unreachable")], itself=True)
+    (check,) = checks.check_peers([], is_bootstrap=True)
+    assert (check.level, check.remedy) == ("ok", "")
+    alone = checks.check_peers([PeerFacts("/ip4/1.2.3.4/tcp/1", "unreachable")], is_bootstrap=True)
     assert [check.level for check in alone] == ["fail"]
 
 
@@ -281,7 +283,7 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
 def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says):
     check = checks.check_dial_back(facts)
     assert check.level == level
-    assert says in check.what
+    assert says in check.text
 
 
 def server_check(rank=16, **facts):
@@ -293,9 +295,9 @@ def server_check(rank=16, **facts):
 
 def test_a_server_as_the_node_needs_it_is_said_with_its_model():
     found = server_check(dtype="bfloat16", logprobs="processed_logprobs")
-    assert (found.level, found.todo) == ("ok", "")
-    assert "vLLM 0.32.0" in found.what
-    assert "Qwen/Qwen3-4B in bfloat16" in found.what
+    assert (found.level, found.remedy) == ("ok", "")
+    assert "vLLM 0.32.0" in found.text
+    assert "Qwen/Qwen3-4B in bfloat16" in found.text
 
 
 @pytest.mark.parametrize(
@@ -312,5 +314,5 @@ def test_a_server_as_the_node_needs_it_is_said_with_its_model():
 def test_a_server_that_was_started_otherwise_is_a_warning_with_the_command(facts, words):
     found = server_check(**facts)
     assert (found.level, found.exit_code) == ("warn", 0)
-    assert words in found.what
-    assert "serve-command" in found.todo
+    assert words in found.text
+    assert "serve-command" in found.remedy

@@ -384,4 +384,4 @@ def test_doctor_names_ranks_and_cards():
     told = checks.check_device(
         DeviceFacts(torch="2", placement="cuda:0, bfloat16: configured", cards=["cuda:0 Big"])
     )
-    assert told.what.endswith("configured; cuda:0 Big")
+    assert told.text.endswith("configured; cuda:0 Big")
