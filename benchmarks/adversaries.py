@@ -444,7 +444,7 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 def trajectory(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     """A right answer as an episode, in a swarm whose tasks have one turn: cut into actions, whose
-    lengths are true or false. What a replay finds out is `swarmnode.demo.liar.episodes`'s."""
+    lengths are true or false. What a replay finds out is `tests.support.authors`'s."""
     ref, sequence, answer = self.question()
     right, *others = self.completions([answer] * 4 + ["?"] * 4, True, ref)
     whole = Turn(len(right.text.encode()), right.tokens)

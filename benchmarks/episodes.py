@@ -51,7 +51,6 @@ from benchmarks.report import heading, machine, spread, table
 from benchmarks.simulator import single_thread
 from benchmarks.start_policy import build_model
 from swarmnode.config import Config
-from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.policy.engine import continuous
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.slots import Slots
@@ -75,6 +74,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire.envelope import peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.messages import RolloutGroup, TaskRef
+from tests.support.authors import forged_episodes
 
 TASKS = {"lake": "toy_games:frozen_lake", "guess": "toy_games:Guess"}
 FLOOD = "toy_games:flood"

@@ -31,12 +31,13 @@ import trio
 
 from benchmarks.report import heading, machine, table, write_json
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.author import MODEL, TOKENIZER, swarm_of
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.rollouts.scoring import ScoringQueue
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer, Scored
+from tests.support.authors import Author
 
 TASK, TURNS = "endless_game:endless", 12
 GAME = '''

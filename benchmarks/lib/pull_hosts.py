@@ -11,11 +11,12 @@ import trio
 from libp2p.io.trio import TrioTCPStream
 
 from swarmnode.config import NetworkConfig
-from swarmnode.demo.liar.author import Author, answer, swarm_of
+from swarmnode.demo.liar.author import answer, swarm_of
 from swarmnode.p2p import guards, identity
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.groups import OwnGroup
+from tests.support.authors import Author
 
 SWARM = swarm_of("pulls")
 KNOWN_PEERS = 8
