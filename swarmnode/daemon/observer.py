@@ -58,7 +58,6 @@ class NodeObserver:
         self.draining = False
         self._parts = parts
         self._data_dir = data_dir
-        self._joined = False
         self._tails = [
             LogTail(log_file(data_dir, process), process, LOG_LINES)
             for process in ("supervisor", "network", "trainer")
@@ -70,14 +69,11 @@ class NodeObserver:
         trainer = parts.trainer.statistics(now)
         stages = parts.crew.statistics() if parts.crew is not None else StagesStatistics()
         scorer = parts.scorer.statistics() if parts.scorer is not None else ScorerStatistics()
-        self._joined |= bool(parts.network.connected())
         return NodeSnapshot(
             at=time.time(),
             node=self.info,
             health=Health(
-                network_ready=True,
                 policy_loaded=health.policy_loaded(trainer.report, stages),
-                joined=self._joined,
                 draining=self.draining,
             ),
             trainer=trainer,

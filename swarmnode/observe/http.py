@@ -348,7 +348,6 @@ async def serve_http(
     snapshot: Callable[[], NodeSnapshot],
     *,
     data_dir: Path | None = None,
-    sock: socket.socket | None = None,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]  # old stubs may be installed
 ) -> None:
     """Serve until cancelled.
@@ -359,12 +358,11 @@ async def serve_http(
         snapshot: returns the present state of the node. It is called at most twice per second. An
             exception is logged, and the request gets status 500.
         data_dir: directory of the charts' history and the trainer's samples; None for none.
-        sock: listening socket to use and close, in place of `listen(cfg)`.
 
     Raises:
         Unavailable: see `listen`.
     """
-    sock = sock or listen(cfg)
+    sock = listen(cfg)
     host, port = sock.getsockname()[:2]
     history = History()
     if data_dir is not None:

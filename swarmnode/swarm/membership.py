@@ -453,9 +453,9 @@ class Membership:
         )
 
 
-def make_invite(opened: VerifiedManifest, addresses: Sequence[str] = ()) -> Invite:
+def make_invite(opened: VerifiedManifest) -> Invite:
     """Return an invite to the swarm of a manifest. Raises ConfigError without an address."""
-    where = tuple(addresses) or tuple(manifest.bootstrap(opened.manifest))
+    where = tuple(manifest.bootstrap(opened.manifest))
     if not where:
         raise ConfigError(
             "the manifest names no bootstrap peer: an invite needs the address of one"

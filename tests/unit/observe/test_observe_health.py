@@ -32,19 +32,15 @@ def test_a_hung_loop_is_not_alive() -> None:
 
 
 def test_a_lone_node_is_ready() -> None:
-    assert ready(
-        NodeSnapshot(health=Health(network_ready=True, policy_loaded=True, joined=False))
-    ).ok
+    assert ready(NodeSnapshot(health=Health(policy_loaded=True))).ok
 
 
 def test_a_node_without_a_trainer_needs_no_policy() -> None:
-    assert ready(NodeSnapshot(node=NodeInfo(trainer=False), health=Health(network_ready=True))).ok
+    assert ready(NodeSnapshot(node=NodeInfo(trainer=False), health=Health())).ok
 
 
 def test_a_draining_node_is_not_ready() -> None:
-    verdict = ready(
-        replace(example(), health=Health(network_ready=True, policy_loaded=True, draining=True))
-    )
+    verdict = ready(replace(example(), health=Health(policy_loaded=True, draining=True)))
     assert verdict.reasons == ["draining"]
 
 
@@ -199,7 +195,7 @@ def test_a_node_without_its_crew_reports_what_it_waits_for() -> None:
     stages = example().stages
 
     def reasons(changed: StagesStatistics) -> list[str]:
-        health = Health(network_ready=True, policy_loaded=False)
+        health = Health(policy_loaded=False)
         return ready(replace(example(), health=health, stages=changed)).reasons
 
     assert reasons(replace(stages, crew=CrewStatistics(), own=None)) == [
@@ -276,9 +272,7 @@ def test_the_reason_of_a_missing_trainer_is_reported() -> None:
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
     gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
     assert troubles(gone)[0] == "the trainer is not connected: KeyError: 'x' (exit code 1)"
-    never = replace(
-        gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False)
-    )
+    never = replace(gone, health=Health(), stages=replace(s.stages, enabled=False))
     assert ready(never).reasons == [
         "the policy is not loaded yet",
         "the trainer ended: KeyError: 'x' (exit code 1)",

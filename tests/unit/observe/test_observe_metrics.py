@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import inspect
-import sys
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -242,28 +240,6 @@ def test_a_path_leads_to_what_its_row_says(metric) -> None:
         else:
             assert issubclass(kind, int | float), path
             assert len(metric.labels) == (0 if isinstance(metric.source, str) else 1), path
-
-
-def test_few_rows_need_a_function() -> None:
-    """A number that a part counts is read where it is; what is worked out here is a second
-    truth."""
-    assert sum(1 for metric in METRICS if not paths(metric)) <= 24
-
-
-def test_the_tree_is_made_of_what_the_parts_themselves_tell() -> None:
-    """No class of the snapshot repeats what a part counts: it is what that part's `statistics()`
-    returns."""
-    parts = ("trainer", "rollouts", "weights", "network", "swarm", "budget", "supervisor", "scorer")
-    for name in parts:
-        kind = get_type_hints(NodeSnapshot)[name]
-        owners = [
-            part
-            for _, part in inspect.getmembers(sys.modules[kind.__module__], inspect.isclass)
-            if hasattr(part, "statistics")
-        ]
-        told = [get_type_hints(part.statistics)["return"] for part in owners]
-        told += [get_type_hints(part.snapshot)["return"] for part in (Tally,)]
-        assert kind in told, name
 
 
 def test_a_number_that_a_part_counts_becomes_a_metric_by_one_row(monkeypatch) -> None:

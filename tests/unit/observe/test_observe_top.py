@@ -103,7 +103,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
 
 def test_an_empty_node_is_drawn_too() -> None:
     shown = drawn(NodeSnapshot())
-    assert "the network is not up yet" in shown
+    assert "the policy is not loaded yet" in shown
     assert "no peers yet" in shown
 
 
