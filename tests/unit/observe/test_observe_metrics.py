@@ -24,7 +24,7 @@ from swarmnode.rollouts.admission import Admission, AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.tasks.tally import ScorerStatistics, Tally
+from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights import exchange
 from tests.support.snapshots import OWN, PEERS, example
 
