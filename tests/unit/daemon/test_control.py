@@ -164,7 +164,7 @@ async def test_invalid_request_changes_nothing(tmp_path, sent):
         assert await said("pause", "-d", tmp_path) == 0
 
 
-async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypatch):
+async def test_pause_that_cannot_be_saved_is_refused(tmp_path, capsys, monkeypatch):
     async with controlled(tmp_path):
         monkeypatch.setattr(pauses, "write_atomically", full)
         assert await said("pause", "-d", tmp_path) == 69
@@ -240,16 +240,16 @@ def test_busy_machine_pauses_for_five_minutes():
     assert CALM_SECONDS < 5 * (last - 12) < CALM_SECONDS + 120
 
 
-def test_a_moment_of_load_is_no_reason():
+def test_short_load_does_not_pause():
     assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
 @given(st.lists(st.floats(0, 1), max_size=50))
-def test_the_mean_stays_a_share(shares):
+def test_mean_load_stays_between_0_and_1(shares):
     assert all(0 <= state.mean <= 1 for state in loads(shares))
 
 
-def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
+def test_own_cpu_time_is_not_load_of_others(monkeypatch):
     times = [SimpleNamespace(user=seconds, system=1.0, idle=seconds) for seconds in (100.0, 108.0)]
     monkeypatch.setattr(psutil, "cpu_times", lambda: times[0])
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)

@@ -65,7 +65,7 @@ def node(tmp_path, monkeypatch):
     return build
 
 
-async def test_kill_minus_nine_of_one_child_restarts_it_alone(node):
+async def test_killed_child_is_restarted_alone(node):
     supervisor = node()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
@@ -91,7 +91,7 @@ CRASHES = """progress('training', 0.01)
     sys.exit(1)"""
 
 
-async def test_a_child_that_repeats_its_exception_ends_the_node(node, monkeypatch):
+async def test_repeated_exception_of_a_child_ends_the_node(node, monkeypatch):
     monkeypatch.setattr("swarmnode.daemon.watchdog.BACKOFF_SECONDS", 0.01)
     assert await node(trainer=CRASHES).run() == 70
     assert len(node.pids("trainer")) == 3
@@ -335,5 +335,5 @@ async def test_process_killed_by_network_is_no_crash(node, tmp_path):
         (0, "old", "finished"),
     ],
 )
-def test_how_a_process_ended_is_one_line(code, last, said):
+def test_exit_is_described_in_one_line(code, last, said):
     assert describe_exit(code, last) == said

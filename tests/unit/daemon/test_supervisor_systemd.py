@@ -79,17 +79,17 @@ def test_restart_does_not_repeat_ready(notifier, manager):
     assert not any(line.startswith("EXTEND") for line in heard)
 
 
-def test_a_hang_is_neither_fed_nor_extended(notifier, manager):
+def test_hanging_process_sends_no_watchdog_beat(notifier, manager):
     notifier.beat({"trainer": "loading"}, well=False)
     assert manager.heard() == ["STATUS=trainer: loading"]
 
 
-def test_the_drain_asks_for_its_time(notifier, manager):
+def test_drain_extends_the_stop_timeout(notifier, manager):
     notifier.stopping(20.0)
     assert manager.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=50000000"]
 
 
-def test_without_systemd_nothing_is_sent(tmp_path, notifier, manager):
+def test_sends_nothing_without_systemd(tmp_path, notifier, manager):
     Notifier({}).beat({"trainer": "training"}, well=True)
     manager.socket.close()
     (tmp_path / "notify").unlink()
@@ -105,13 +105,13 @@ def test_unsent_status_is_sent_again(notifier, manager):
     assert manager.heard() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
 
 
-def test_children_inherit_nothing_of_it():
+def test_children_do_not_inherit_notify_socket():
     environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "7", "PATH": "/bin"}
     Notifier(environment)._socket.close()
     assert environment == {"PATH": "/bin"}
 
 
-def test_an_abstract_socket_is_reached():
+def test_sends_to_an_abstract_socket():
     name = f"\0swarmnode-test-{os.getpid()}"
     manager = Manager(name)
     notifier = Notifier({"NOTIFY_SOCKET": "@" + name[1:]})

@@ -81,7 +81,7 @@ def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
         assert verdict.exit_code == code
 
 
-def test_a_finished_process_ends_the_node_well(watchdog):
+def test_finished_process_ends_the_node_with_zero(watchdog):
     assert watchdog.exited(2.0, 0) == EndNode(0, "trainer finished")
 
 

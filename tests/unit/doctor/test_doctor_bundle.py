@@ -80,7 +80,7 @@ def unpacked(directory):
         }
 
 
-def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
+def test_bundle_contains_logs_and_no_secrets(node, tmp_path, capsys):
     directory, secrets, peer = node
     monkey = cli.run(
         [
@@ -116,14 +116,14 @@ def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
     assert files["log/network.jsonl"].count("\n") == len(secrets) - 1 + 1
 
 
-def test_a_bundle_is_written_when_the_configuration_is_what_is_wrong(node, tmp_path, capsys):
+def test_bundle_is_written_for_an_invalid_configuration(node, tmp_path, capsys):
     directory, _, _ = node
     assert cli.run(["doctor", "--bundle", "-d", str(directory), "--set", "http.prot=0"]) == 78
     assert "unknown key http.prot" in unpacked(tmp_path)["doctor.json"]
     assert "wrote " in capsys.readouterr().out
 
 
-def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):
+def test_bundle_with_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bundle.Redaction, "text", lambda self, text: text)
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 77
     assert (
@@ -132,7 +132,7 @@ def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypat
     assert not list(tmp_path.glob("swarmnode-bundle-*"))
 
 
-def test_where_it_cannot_be_written_is_one_line(node, tmp_path, monkeypatch, capsys):
+def test_unwritable_directory_is_one_line(node, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bundle.time, "strftime", lambda form: "nowhere/b.tar.gz")
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 69
     assert "cannot write" in capsys.readouterr().err

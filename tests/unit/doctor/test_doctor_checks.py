@@ -41,7 +41,7 @@ CPU = DeviceFacts(
 )
 
 
-def test_announces_but_does_not_listen_on_a_nat_address():
+def test_nat_address_is_announced_not_listened_on():
     remedy = checks.check_port(
         PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
     ).remedy
@@ -226,7 +226,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_config(ConfigFacts(http_host="0.0.0.0")), "warn", 0, "0.0.0.0"),
     ],
 )
-def test_a_fact_is_judged(check, level, code, says):
+def test_judges_each_fact(check, level, code, says):
     assert (check.level, check.exit_code) == (level, code)
     assert says in check.text
     assert bool(check.remedy) == (level != "ok")
@@ -263,7 +263,7 @@ def test_a_founder_needs_no_bootstrap_peer():
     assert [check.level for check in alone] == ["fail"]
 
 
-def test_the_exit_code_is_what_a_person_has_to_mend_first():
+def test_exit_code_is_the_most_severe():
     failed = [Check("a", "fail", "", exit_code=code) for code in (75, 69, 77)]
     assert checks.exit_code(failed) == 77
     assert checks.exit_code([*failed, Check("b", "fail", "", exit_code=78)]) == 78
@@ -280,7 +280,7 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
         (DialBackFacts(), "ok", "unknown"),
     ],
 )
-def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says):
+def test_distinguishes_dialled_and_relayed_nodes(facts, level, says):
     check = checks.check_dial_back(facts)
     assert check.level == level
     assert says in check.text
@@ -293,7 +293,7 @@ def server_check(rank=16, **facts):
     return checks.check_server(found, policy, TrainingConfig(max_completion_length=1024))
 
 
-def test_a_server_as_the_node_needs_it_is_said_with_its_model():
+def test_suitable_server_is_shown_with_its_model():
     found = server_check(dtype="bfloat16", logprobs="processed_logprobs")
     assert (found.level, found.remedy) == ("ok", "")
     assert "vLLM 0.32.0" in found.text
@@ -311,7 +311,7 @@ def test_a_server_as_the_node_needs_it_is_said_with_its_model():
         ({"context": 1024}, "context of 1024"),
     ],
 )
-def test_a_server_that_was_started_otherwise_is_a_warning_with_the_command(facts, words):
+def test_unsuitable_server_is_a_warning_with_the_remedy(facts, words):
     found = server_check(**facts)
     assert (found.level, found.exit_code) == ("warn", 0)
     assert words in found.text

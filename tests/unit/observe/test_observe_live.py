@@ -126,7 +126,7 @@ def terminal(node: Node) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Terminal) -> None:
+def test_fills_the_terminal_scrolls_and_quits(terminal: Terminal) -> None:
     first = terminal.until("below")
     assert "kitchen-3090" in first
     lines = first.replace("\r", "").split("\n")
@@ -146,7 +146,7 @@ def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Termin
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
-def test_keys_are_obeyed_while_the_node_does_not_answer(node: Node, terminal: Terminal) -> None:
+def test_keys_work_while_the_node_does_not_answer(node: Node, terminal: Terminal) -> None:
     terminal.until("below")
     node.hangs.set()
     while node.asked.acquire(blocking=False):
@@ -156,14 +156,14 @@ def test_keys_are_obeyed_while_the_node_does_not_answer(node: Node, terminal: Te
     assert terminal.process.wait(3) == 0
 
 
-def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+def test_ctrl_c_quits_and_restores_the_terminal(terminal: Terminal) -> None:
     terminal.until("below")
     terminal.process.send_signal(2)
     assert terminal.process.wait(60) == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
-def test_without_a_terminal_it_prints(node: Node) -> None:
+def test_prints_states_without_a_terminal(node: Node) -> None:
     command = [sys.executable, "-m", "swarmnode", "top", node.address]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as top:
         assert "kitchen-3090" in top.stdout.readline().decode()
@@ -184,20 +184,20 @@ def test_without_a_terminal_it_prints(node: Node) -> None:
         (["unknown"], 0),
     ],
 )
-def test_what_is_shown_stays_within_what_there_is(keys: list[str], first: int) -> None:
+def test_view_stays_within_the_lines(keys: list[str], first: int) -> None:
     view = View(height=20, lines=60)
     for key in keys:
         view = view.scrolled(key)
     assert view.first == first
 
 
-def test_fewer_lines_or_a_higher_terminal_show_no_emptiness() -> None:
+def test_resized_view_shows_no_empty_lines() -> None:
     view = View(height=20, lines=60).scrolled("end")
     assert view.resized(20, 45).first == 25
     assert view.resized(100, 60).first == 0
 
 
-def test_keys_are_read_off_whatever_arrives_together() -> None:
+def test_keys_are_split_from_joined_bytes() -> None:
     assert keys_in(b"\x1b[B\x1b[6~jq") == ["down", "page down", "down", "quit"]
     assert keys_in(b"\x1b\x00\xffx") == []
 

@@ -73,7 +73,7 @@ def test_all_libraries_write_the_same_lines() -> None:
     assert list(ours)[:5] == ["timestamp", "level", "component", "logger", "event"]
 
 
-def test_a_terminal_gets_lines_for_eyes() -> None:
+def test_terminal_gets_text_lines() -> None:
     stream = Terminal()
     configure(LogConfig(), "network", stream)
     structlog.get_logger("swarmnode").info("listening", port=4)
@@ -92,7 +92,7 @@ def test_a_terminals_line_is_short_and_in_order() -> None:
     assert "swarmnode.trainer.loop" in warning
 
 
-def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
+def test_levels_of_libraries_and_swarmnode_apply() -> None:
     stream = io.StringIO()
     configure(LogConfig(level="info"), "network", stream)
     for name in ("libp2p.pubsub", "transformers.x"):
@@ -112,7 +112,7 @@ def test_secrets_are_blanked_by_key(key, tmp_path) -> None:
     assert "opened" in stream.getvalue()
 
 
-def test_counts_of_tokens_are_no_secrets() -> None:
+def test_token_counts_are_not_secrets() -> None:
     stream = io.StringIO()
     configure(LogConfig(), "trainer", stream)
     structlog.get_logger("swarmnode").info(
@@ -170,13 +170,13 @@ def test_long_values_and_bytes_are_cut() -> None:
     assert len(line["many"]) == 64
 
 
-def test_a_line_that_cannot_be_formatted_does_not_raise(monkeypatch) -> None:
+def test_unformattable_line_does_not_raise(monkeypatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     configure(LogConfig(), "network", io.StringIO())
     logging.getLogger("libp2p").warning("%d peers", "no number")
 
 
-def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
+def test_noisy_library_is_limited_and_counted() -> None:
     clock = [0.0]
     calm = NoiseFilter(now=lambda: clock[0])
 
@@ -192,7 +192,7 @@ def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
     assert passes("libp2p.other") is None
 
 
-def test_configuring_twice_writes_once() -> None:
+def test_second_configuration_replaces_the_first() -> None:
     stream = io.StringIO()
     for _ in range(2):
         configure(LogConfig(), "network", stream)
@@ -206,7 +206,7 @@ def test_standard_error_is_the_default(capsys) -> None:
     assert json.loads(capsys.readouterr().err)["event"] == "oh"
 
 
-def test_a_reader_that_stops_blocks_no_log_line() -> None:
+def test_stopped_reader_does_not_block_logging() -> None:
     reader, writer = os.pipe()
     with open(reader, "rb") as read, open(writer, "w", encoding="utf-8") as write:
         configure(LogConfig(), "network", write)

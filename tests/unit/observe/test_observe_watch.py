@@ -38,7 +38,7 @@ def test_a_report_ages_and_outlives_its_connection() -> None:
     assert view.report.step == 4
 
 
-def test_step_times_that_are_not_times_are_not_counted() -> None:
+def test_invalid_step_times_are_not_counted() -> None:
     watch = TrainerWatch()
     for step, seconds in enumerate((float("nan"), float("inf"), -1.0), start=1):
         watch.report(Report(phase="training", step=step, step_seconds=seconds), now=0.0)

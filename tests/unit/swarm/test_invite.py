@@ -12,7 +12,7 @@ TWO = f"/dns4/example.org/tcp/9512/p2p/{OTHER_PEER}"
 
 
 @pytest.mark.parametrize("addresses", [[ONE], [ONE, TWO], [f"/ip6/2001:db8::7/tcp/1/p2p/{PEER}"]])
-def test_what_is_written_is_read(addresses):
+def test_written_invite_is_parsed(addresses):
     written = str(invite.Invite(tuple(addresses), bytes.fromhex(SWARM)))
     assert invite.parse(f"  {written}\n") == invite.Invite(tuple(addresses), bytes.fromhex(SWARM))
 

@@ -68,7 +68,7 @@ def test_key_is_replaced_only_on_request(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
 )
-def test_what_is_no_key_is_not_brought_in(tmp_path, data):
+def test_invalid_key_is_not_imported(tmp_path, data):
     file = tmp_path / "key"
     file.write_bytes(data)
     file.chmod(0o600)
