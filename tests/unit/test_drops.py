@@ -1,4 +1,4 @@
-"""What is dropped is counted by reason, and each reason is logged once."""
+"""Dropped items are counted by reason, and each reason is logged once."""
 
 from structlog.testing import capture_logs
 

@@ -1,4 +1,4 @@
-"""Error messages name a command that installs what is missing, and no package of somebody else."""
+"""Error messages name a command that installs the missing packages."""
 
 import re
 import shlex

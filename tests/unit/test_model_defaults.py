@@ -1,4 +1,4 @@
-"""Which training values a model gets where nobody sets them, and who uses them."""
+"""Default training values by model, and the commands that use them."""
 
 import json
 import shutil
@@ -67,10 +67,10 @@ def test_defaults_follow_the_model(models, model, rank, expected):
 
 
 def test_a_value_that_is_set_stays(models):
-    said = [f"policy.model={models / 'real'}", "training.learning_rate=3e-4"]
-    assert trained_with(settings.load(overrides=said).config) == (3e-4, 256)
-    said = ["policy.model=org/model", "training.max_completion_length=8"]
-    assert trained_with(settings.load(overrides=said).config) == (1e-6, 8)
+    printed = [f"policy.model={models / 'real'}", "training.learning_rate=3e-4"]
+    assert trained_with(settings.load(overrides=printed).config) == (3e-4, 256)
+    printed = ["policy.model=org/model", "training.max_completion_length=8"]
+    assert trained_with(settings.load(overrides=printed).config) == (1e-6, 8)
 
 
 def test_recipe_overrides_defaults():
@@ -94,13 +94,13 @@ def test_child_process_gets_the_same_values(models):
 
 
 def test_config_show_names_the_origin(models, capsys, tmp_path):
-    said = ["--set", f"policy.model={models / 'real'}", "-d", str(tmp_path)]
-    assert cli.run(["config", "show", "--json", *said]) == 0
-    told = json.loads(capsys.readouterr().out)
-    rate, length = told["training.learning_rate"], told["training.max_completion_length"]
+    printed = ["--set", f"policy.model={models / 'real'}", "-d", str(tmp_path)]
+    assert cli.run(["config", "show", "--json", *printed]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rate, length = result["training.learning_rate"], result["training.max_completion_length"]
     assert (rate["value"], length["value"]) == WHOLE
     assert rate["origin"] == length["origin"] == "default for this model"
-    assert told["training.temperature"]["origin"] == "default"
+    assert result["training.temperature"]["origin"] == "default"
 
 
 def test_manifest_has_the_models_completion_length(models):
@@ -119,19 +119,19 @@ def test_unset_values_follow_the_swarms_model():
 
 
 def test_init_warns_of_a_spoiling_learning_rate(tmp_path, models, capsys):
-    said = [f"policy.model={models / 'real'}", "training.max_completion_length=8"]
-    options = [part for text in said for part in ("--set", text)]
+    printed = [f"policy.model={models / 'real'}", "training.max_completion_length=8"]
+    options = [part for text in printed for part in ("--set", text)]
     assert cli.run(["init", "-d", str(tmp_path), *options]) == 0
     assert "warning: training.max_completion_length = 8 cuts" in capsys.readouterr().err
     other = tmp_path / "other"
-    assert cli.run(["init", "-d", str(other), "--set", said[0]]) == 0
+    assert cli.run(["init", "-d", str(other), "--set", printed[0]]) == 0
     assert "warning" not in capsys.readouterr().err
     stored = Membership(settings.load(overrides=[f"node.data_dir={other}"]).config).store
     assert stored.get(stored.current()).manifest.rollouts.max_tokens == 256
 
 
 @pytest.mark.parametrize(
-    ("said", "levels"),
+    ("printed", "levels"),
     [
         ([], ["ok"]),
         (["policy.model=org/model"], ["ok"]),
@@ -139,19 +139,19 @@ def test_init_warns_of_a_spoiling_learning_rate(tmp_path, models, capsys):
         (["policy.model=org/model", "training.max_completion_length=8"], ["warn"]),
     ],
 )
-def test_doctor_judges_training_by_the_model(said, levels):
-    config = settings.load(overrides=said).config
+def test_doctor_judges_training_by_the_model(printed, levels):
+    config = settings.load(overrides=printed).config
     found = checks.check_training(config.policy, config.training)
     assert [check.level for check in found] == levels
 
 
 def test_plan_shows_the_defaults_of_a_run(models, capsys):
     assert cli.run(["plan", str(models / "real"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    found = {each["name"]: each["defaults"] for each in told["choices"]}
+    result = json.loads(capsys.readouterr().out)
+    found = {each["name"]: each["defaults"] for each in result["choices"]}
     assert found["all weights"] == {"learning_rate": 1e-6, "max_completion_length": 256}
     assert found["LoRA 16"] == {"learning_rate": 1e-5, "max_completion_length": 256}
-    assert told["length"] == 256 + 512
+    assert result["length"] == 256 + 512
 
 
 def test_export_names_the_learning_rate(models):

@@ -318,7 +318,7 @@ async def test_process_killed_by_network_is_no_crash(node, tmp_path):
         await until(lambda: node.pids("trainer"))
         watch = TrainerWatch()
         watch.connected(node.pids("trainer")[0])
-        # another process does that, and what it writes to disk keeps nobody else waiting
+        # in another process, whose writes do not delay this one
         await trio.to_thread.run_sync(
             kill_trainer, watch, tmp_path / "data", "it has work and does none"
         )
@@ -327,7 +327,7 @@ async def test_process_killed_by_network_is_no_crash(node, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "last", "said"),
+    ("code", "last", "expected"),
     [
         (1, "crashed error=KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
         (-9, "", "killed by SIGKILL; unless someone killed it, the machine ran out of memory"),
@@ -335,5 +335,5 @@ async def test_process_killed_by_network_is_no_crash(node, tmp_path):
         (0, "old", "finished"),
     ],
 )
-def test_exit_is_described_in_one_line(code, last, said):
-    assert describe_exit(code, last) == said
+def test_exit_is_described_in_one_line(code, last, expected):
+    assert describe_exit(code, last) == expected

@@ -1,4 +1,4 @@
-"""The support bundle has what helps, and none of the secrets that lie around it."""
+"""The bundle for bug reports contains logs and settings, and none of the node's secrets."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ PASSPHRASE, TOKEN, PASSWORD = 'correct horse "battery"', "hf_" + "Zz9" * 11, "hu
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A data directory full of secrets, whose log has quoted every one of them."""
+    """Return a data directory with secrets, all of which are quoted in its log."""
     directory = tmp_path / "node"
     (directory / "log").mkdir(parents=True)
     identity = load_or_create(directory / "identity.key")
@@ -51,7 +51,7 @@ def node(tmp_path, monkeypatch):
         *(directory / "identity.key").read_text().splitlines()[1:-1],
     ]
     lines = [
-        {"event": f"said {each}", "error": {"what": [each]}, "password": PASSWORD}
+        {"event": f"logged {each}", "error": {"what": [each]}, "password": PASSWORD}
         for each in secrets
         if each != PASSWORD
     ]
@@ -70,7 +70,7 @@ def node(tmp_path, monkeypatch):
 
 
 def unpacked(directory):
-    """File name to text of the one bundle that was written there."""
+    """Return file name → text of the only bundle in a directory."""
     (file,) = directory.glob("swarmnode-bundle-*.tar.gz")
     assert file.stat().st_mode & 0o777 == 0o600
     with tarfile.open(file) as archive:
@@ -96,8 +96,8 @@ def test_bundle_contains_logs_and_no_secrets(node, tmp_path, capsys):
         ]
     )
     printed = capsys.readouterr().out
-    told = json.loads(printed)
-    assert told["exit_code"] == monkey
+    result = json.loads(printed)
+    assert result["exit_code"] == monkey
     files = unpacked(tmp_path)
     assert set(files) == {"versions.json", "doctor.json", "config.json", "log/network.jsonl"}
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""The judgements: facts in, level and exit code out; every trouble comes with something to do."""
+"""Verdicts from facts: level, exit code and remedy."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
 
 
 @pytest.mark.parametrize(
-    ("check", "level", "code", "says"),
+    ("check", "level", "code", "text"),
     [
         (checks.check_directory(DIRECTORY), "ok", 0, "writable"),
         (
@@ -226,9 +226,9 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_config(ConfigFacts(http_host="0.0.0.0")), "warn", 0, "0.0.0.0"),
     ],
 )
-def test_judges_each_fact(check, level, code, says):
+def test_judges_each_fact(check, level, code, text):
     assert (check.level, check.exit_code) == (level, code)
-    assert says in check.text
+    assert text in check.text
     assert bool(check.remedy) == (level != "ok")
     assert "\n" not in check.text + check.remedy
 
@@ -271,7 +271,7 @@ def test_exit_code_is_the_most_severe():
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "says"),
+    ("facts", "level", "text"),
     [
         (DialBackFacts("public", "203.0.113.7"), "ok", "peers reach this node at 203.0.113.7"),
         (DialBackFacts("private", "203.0.113.7", 1), "ok", "1 relay serves it"),
@@ -280,16 +280,16 @@ def test_exit_code_is_the_most_severe():
         (DialBackFacts(), "ok", "unknown"),
     ],
 )
-def test_distinguishes_dialled_and_relayed_nodes(facts, level, says):
+def test_distinguishes_dialled_and_relayed_nodes(facts, level, text):
     check = checks.check_dial_back(facts)
     assert check.level == level
-    assert says in check.text
+    assert text in check.text
 
 
 def server_check(rank=16, **facts):
-    told = {"model": "Qwen/Qwen3-4B", "version": "0.32.0", "lora_rank": 16, "context": 4096}
+    result = {"model": "Qwen/Qwen3-4B", "version": "0.32.0", "lora_rank": 16, "context": 4096}
     policy = PolicyConfig(model="Qwen/Qwen3-4B", lora={"r": rank})
-    found = checks.ServerFacts("http://127.0.0.1:8000", "vLLM", **{**told, **facts})
+    found = checks.ServerFacts("http://127.0.0.1:8000", "vLLM", **{**result, **facts})
     return checks.check_server(found, policy, TrainingConfig(max_completion_length=1024))
 
 

@@ -1,4 +1,4 @@
-"""What is seen of a real directory, socket, key and peer; and the command over all of it."""
+"""Facts from real directories, sockets, keys and peers, and the whole command."""
 
 import http.server
 import json
@@ -213,19 +213,19 @@ def test_the_policy_is_examined_without_its_weights():
 
 
 def test_trial_reports_missing_model_files(tmp_path):
-    told = examine(PolicyConfig(devices="cpu"), trial=True)
-    assert "tokens sampled" in told["trial"]
-    assert checks.check_trial(DeviceFacts(**told)).level == "ok"
+    result = examine(PolicyConfig(devices="cpu"), trial=True)
+    assert "tokens sampled" in result["trial"]
+    assert checks.check_trial(DeviceFacts(**result)).level == "ok"
 
     broken = tmp_path / "broken"
     shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
     template = (broken / "chat_template.jinja").read_text()
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
-    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert (told["error_code"], told.get("trial")) == (69, None)
+    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
+    assert (result["error_code"], result.get("trial")) == (69, None)
     assert (
         "the chat template of policy.model fails with this policy.chat: no system prompt"
-        in told["error"]
+        in result["error"]
     )
     assert "trial" not in examine(PolicyConfig(devices="cpu", model=str(broken))), (
         "nobody asked for one"
@@ -238,8 +238,8 @@ def test_trial_reports_missing_model_files(tmp_path):
     (broken / "chat_template.jinja").write_text(template)
     spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
     save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
-    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert told["error_code"] == 69
+    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
+    assert result["error_code"] == 69
 
 
 def describe_fails(model):
@@ -293,8 +293,8 @@ def doctor(*arguments):
 
 def test_fresh_machine_passes_and_is_not_changed(tmp_path, on_cpu, capsys):
     assert doctor("--data-dir", tmp_path / "new", "--set", "http.port=0", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["exit_code"] == 0
     assert {
         "configuration",
         "data directory",
@@ -306,7 +306,7 @@ def test_fresh_machine_passes_and_is_not_changed(tmp_path, on_cpu, capsys):
         "bootstrap",
         "device",
         "model",
-    } <= {check["name"] for check in told["checks"]}
+    } <= {check["name"] for check in result["checks"]}
     assert not (tmp_path / "new").exists()
 
 
@@ -370,9 +370,9 @@ def test_driver_lists_cards_and_their_processes(tmp_path, monkeypatch, capsys):
         "card 1 NVIDIA H100, 500 of 81559 MiB free, process 4711 holds 80000 MiB",
     ]
     assert cli.run(["plan", "embedded"]) == 0
-    told = capsys.readouterr().out
-    assert "GPUs of this machine:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
-    assert "each GPU holds a copy" in told
+    result = capsys.readouterr().out
+    assert "GPUs of this machine:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in result
+    assert "each GPU holds a copy" in result
     program.write_text("#!/bin/sh\nexit 9\n")
     assert probes.driver_cards() == []
 
@@ -381,7 +381,7 @@ def test_doctor_names_ranks_and_cards():
     found = examine(PolicyConfig(devices=2))
     assert found["cards"] == ["2 ranks: cpu, cpu"]
     assert examine(PolicyConfig(devices="cpu"))["cards"] == []
-    told = checks.check_device(
+    result = checks.check_device(
         DeviceFacts(torch="2", placement="cuda:0, bfloat16: configured", cards=["cuda:0 Big"])
     )
-    assert told.text.endswith("configured; cuda:0 Big")
+    assert result.text.endswith("configured; cuda:0 Big")

@@ -1,4 +1,4 @@
-"""What vanishes is a trouble: the page, `swarmnode status` and /status show it."""
+"""Mostly dropped items are reported on the page, by `swarmnode status` and in /status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dropping(kind: str, counts: DropCounts) -> NodeSnapshot:
 
 
 def row(kind: str, **since: int) -> NodeSnapshot:
-    """Only the latest of many were dropped."""
+    """Return an example in which only the newest items were dropped."""
     return dropping(kind, DropCounts(10_000, since, since))
 
 

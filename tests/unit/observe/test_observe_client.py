@@ -1,4 +1,4 @@
-"""`status`, `top` and `doctor` against a server that is anybody's."""
+"""`status`, `top` and `doctor` against a hostile server."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_other_json_is_one_line(body, capsys) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def told() -> dict[str, Any]:
+def example_status() -> dict[str, Any]:
     history = History()
     for second in range(60):
         history.add(example_at(float(second)))
@@ -165,7 +165,7 @@ WRONG = [None, MOVES, "\U000e0041[bold]x[/]", 10**400, 1e308, -1, True, [], {}, 
 
 
 def test_wrong_values_are_escaped_or_refused() -> None:
-    status, draw = told(), random.Random(39)
+    status, draw = example_status(), random.Random(39)
     every = list(places(status))
     shown = refused = 0
     for path in draw.sample(every, 400):
@@ -193,7 +193,7 @@ def test_wrong_values_are_escaped_or_refused() -> None:
 
 
 def test_every_shown_text_is_escaped(capsys) -> None:
-    """Each string of the answer at once, so that none is drawn as it came."""
+    """All strings of the answer are hostile at once."""
 
     def hostile(value: Any) -> Any:
         if isinstance(value, dict):
@@ -202,7 +202,7 @@ def test_every_shown_text_is_escaped(capsys) -> None:
             return [hostile(each) for each in value]
         return f"{value[:3]}{MOVES}[red]" if isinstance(value, str) else value
 
-    with serving(whole(json.dumps(hostile(told())).encode())) as place:
+    with serving(whole(json.dumps(hostile(example_status())).encode())) as place:
         assert cli.run(["status", "--url", place.url]) == 0
         assert cli.run(["status", "--json", "--url", place.url]) == 0
     shown = capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_invalid_names_are_skipped() -> None:
 
 
 def test_unexpected_node_is_refused() -> None:
-    with serving(whole(json.dumps(told()).encode())) as place:
+    with serving(whole(json.dumps(example_status()).encode())) as place:
         assert fetch(NodeAddress(place.url, example().node.peer))["ready"]["ok"]
         with pytest.raises(Unavailable, match="another node answers"):
             fetch(NodeAddress(place.url, "12D3KooWsomebodyelse"))

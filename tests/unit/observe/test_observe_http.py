@@ -78,14 +78,14 @@ async def test_readyz_lists_the_reasons() -> None:
 
 async def test_status_has_snapshot_and_history() -> None:
     async with served() as client:
-        told = (await client.get("/status")).json()
+        answer = (await client.get("/status")).json()
         without = (await client.get("/status?points=0")).json()
         wrong = await client.get("/status?points=-1")
     assert (
-        msgspec.json.decode(msgspec.json.encode(told["snapshot"]), type=NodeSnapshot).rollouts
+        msgspec.json.decode(msgspec.json.encode(answer["snapshot"]), type=NodeSnapshot).rollouts
         == example().rollouts
     )
-    assert told["history"]["policy_version"] == [250]
+    assert answer["history"]["policy_version"] == [250]
     assert without["history"] == {}
     assert wrong.status_code == 400
 
@@ -194,11 +194,11 @@ async def test_a_connection_answers_one_request() -> None:
 
     async with served(counted) as client:
         for count in (2, 16_000):
-            told = await exchange(client, GET.replace(b"healthz", b"status?points=0") * count)
-            assert told.count(b"HTTP/1.1 ") <= 1
-        told = await exchange(client, GET * 2)
-    assert told.count(b"HTTP/1.1 200") == 1
-    assert b"connection: close" in told.lower()
+            answer = await exchange(client, GET.replace(b"healthz", b"status?points=0") * count)
+            assert answer.count(b"HTTP/1.1 ") <= 1
+        answer = await exchange(client, GET * 2)
+    assert answer.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in answer.lower()
     assert snapshots < 20
 
 
@@ -220,8 +220,8 @@ async def test_a_connection_answers_one_request() -> None:
 )
 async def test_serves_only_plain_http_1_1_requests(sent) -> None:
     async with served() as client:
-        told = await exchange(client, sent)
-        assert b" 200 " not in told
+        answer = await exchange(client, sent)
+        assert b" 200 " not in answer
         assert (await client.get("/healthz")).status_code == 200
 
 

@@ -56,9 +56,9 @@ def test_last_error_is_the_newest_since_a_time(tmp_path) -> None:
     configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
     path = log_file(tmp_path, "trainer")
     fail()
-    structlog.get_logger("swarmnode.trainer").info("goes on")
-    said = last_error(path, 0.0)
-    assert said.startswith("loading failed error=ValueError: no such tokenizer (")
+    structlog.get_logger("swarmnode.trainer").info("continues")
+    last = last_error(path, 0.0)
+    assert last.startswith("loading failed error=ValueError: no such tokenizer (")
     (at,) = [line.at for line in LogTail(path, "trainer", 9).statistics() if line.level == "error"]
     assert last_error(path, at + 1) == ""
     assert last_error(tmp_path / "absent", 0.0) == ""

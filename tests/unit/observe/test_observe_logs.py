@@ -216,7 +216,7 @@ def test_stopped_reader_does_not_block_logging() -> None:
         os.set_blocking(reader, False)
         assert len(read.read()) > 4096
         logger.info("later")
-        told = [json.loads(line) for line in read.read().splitlines()]
+        records = [json.loads(line) for line in read.read().splitlines()]
     configure(LogConfig(), "network", io.StringIO())
-    assert "were not written" in told[0]["event"]
-    assert told[1]["event"] == "later"
+    assert "were not written" in records[0]["event"]
+    assert records[1]["event"] == "later"

@@ -203,7 +203,7 @@ def test_a_row_reads_an_empty_node(family) -> None:
     value_of(family, NodeSnapshot())
 
 
-# ---- one truth for what is watched
+# ---- the table and the snapshot
 
 
 def paths(metric: Metric) -> list[str]:
@@ -213,7 +213,7 @@ def paths(metric: Metric) -> list[str]:
 
 
 def kind_at(path: str) -> Any:
-    """The type that the snapshot's classes declare at `path`; of a dict's key that of its
+    """Return the type that the snapshot declares at `path`; for a key of a dict, the type of its
     values."""
     kind: Any = NodeSnapshot
     for name in path.split("."):

@@ -1,5 +1,4 @@
-"""What was answered, as people see it: from disk, by /samples and in a terminal, whatever a
-stranger has written into it."""
+"""Samples with hostile text, read from disk, by /samples and in a terminal."""
 
 from __future__ import annotations
 
@@ -107,9 +106,9 @@ async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
         )
         url = await nursery.start(start)
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            told = (await client.get(f"{url}/samples")).json()
+            served = (await client.get(f"{url}/samples")).json()
         nursery.cancel_scope.cancel()
-    assert [each["step"] for each in told] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
+    assert [each["step"] for each in served] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
 
 
 def test_command_shows_author_and_rewards(tmp_path, capsys) -> None:

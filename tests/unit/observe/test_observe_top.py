@@ -20,7 +20,7 @@ from swarmnode.stages.service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 
-def told(snapshot: NodeSnapshot) -> dict:
+def decoded(snapshot: NodeSnapshot) -> dict:
     history = History()
     for second in range(60):
         history.add(example_at(float(second)))
@@ -28,13 +28,13 @@ def told(snapshot: NodeSnapshot) -> dict:
 
 
 def shown_as(peer: str) -> list[str]:
-    return str(peer_label(peer, names_of(told(example())["snapshot"]))).split()
+    return str(peer_label(peer, names_of(decoded(example())["snapshot"]))).split()
 
 
 def drawn(snapshot: NodeSnapshot, width: int = 110, styles: bool = True) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(told(snapshot)))
+        console.print(render(decoded(snapshot)))
     return console.export_text(styles=styles)
 
 

@@ -67,14 +67,14 @@ def logits(model):
 def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
     policy = trained(tmp_path)
     assert command(tmp_path, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["step"], told["policy_version"], told["swarm"]) == (
+    result = json.loads(capsys.readouterr().out)
+    assert (result["kind"], result["step"], result["policy_version"], result["swarm"]) == (
         "weights",
         7,
         6,
         "ab",
     )
-    assert told == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
+    assert result == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(model), logits(policy.model))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -22,7 +22,7 @@ def test_an_address_twice_counts_once():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("", "no /swarm/"),
         (ONE, "no /swarm/"),
@@ -41,8 +41,8 @@ def test_an_address_twice_counts_once():
         ("x" * 10_000, "something else"),
     ],
 )
-def test_invalid_invites_are_explained(text, says):
+def test_invalid_invites_are_explained(text, error):
     with pytest.raises(ConfigError, match=r"^invite: ") as raised:
         invite.parse(text)
-    assert says in str(raised.value)
+    assert error in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -102,6 +102,6 @@ def test_no_command_prints_the_key(tmp_path, capsys):
     assert cli.run(["key", "rotate", *data]) == 0
     assert cli.run(["key", "import", str(tmp_path / "k"), *data]) == 77
     assert cli.run(["key", "import", str(tmp_path / "k"), "--replace", *data]) == 0
-    said = "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
     for file in tmp_path.glob("*.key"):
-        assert file.read_text().splitlines()[1] not in said
+        assert file.read_text().splitlines()[1] not in printed

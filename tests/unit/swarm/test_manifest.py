@@ -122,17 +122,17 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "text"),
     [
         (TaskEntry("builtin/copy", "0000000000000000", ""), "version"),
         (TaskEntry("rg/unheard_of", "00", ""), "unknown to this version"),
         (TaskEntry("rg/countdown", "00", ""), "could run code"),
     ],
 )
-def test_different_tasks_are_named(task, says):
+def test_different_tasks_are_named(task, text):
     (problem,) = problems(founded(tasks=[task]))
     assert task.id in problem
-    assert says in problem
+    assert text in problem
 
 
 @pytest.mark.parametrize(

@@ -172,13 +172,13 @@ def test_changed_order_is_not_logged(tmp_path):
 def test_overruled_setting_is_a_warning(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     chosen(tmp_path, founded(bootstrap=[there]))
-    said = {
+    own = {
         "policy": {"model": "org/other"},
         "task": {"names": ["builtin/sum", "builtin/copy"]},
         "network": {"initial_peers": []},
     }
     with capture_logs() as logged:
-        Membership(config_in(tmp_path, **said)).prepare()
+        Membership(config_in(tmp_path, **own)).prepare()
     levels = {line["key"]: line["log_level"] for line in logged if "key" in line}
     assert levels["policy.model"] == "warning"
     assert set(levels.values()) == {"warning", "info"}
