@@ -276,12 +276,12 @@ class Supervisor:
                 for child in self._children.values()
                 if child.process is not None and child.process.poll() is None
             ]
-            well = self._stopping.is_set() or all(
+            healthy = self._stopping.is_set() or all(
                 child.watchdog.deadline() > late for child in running
             )
             self._notifier.beat(
                 {name: child.watchdog.status for name, child in self._children.items()},
-                well,
+                healthy,
             )
             await trio.sleep(NOTIFY_SECONDS)
 

@@ -17,7 +17,7 @@ from typing import Literal
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.install import install_command, torch_remedy
 from swarmnode.model_defaults import EMBEDDED, defaults_for
-from swarmnode.settings import CUDA_TORCH, unsuited
+from swarmnode.settings import CUDA_TORCH, unsuitable_values
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
@@ -238,8 +238,8 @@ def check_reachability(f: ReachFacts) -> Check:
             'set network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port is reachable; the'
             " node also works without",
         )
-    mine = [ipaddress.ip_address(ip) for ip in f.own_ips]
-    public = [ip for ip in (mine if anywhere else listening) if ip.is_global]
+    own_ips = [ipaddress.ip_address(ip) for ip in f.own_ips]
+    public = [ip for ip in (own_ips if anywhere else listening) if ip.is_global]
     if public:
         return ok(name, f"public address {public[0]}; a firewall must admit its port")
     return warn(
@@ -252,7 +252,7 @@ def check_reachability(f: ReachFacts) -> Check:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    asked: bool = False
+    matters: bool = False
     """False if no router matters: the node listens on loopback only, or has a public address."""
     kind: Literal["none", "public", "carrier", "private"] = "none"
     """Kind of its external address, see `p2p.gateway`; without a router, of an interface of this
@@ -283,7 +283,7 @@ def check_router(f: RouterFacts) -> Check:
         name,
         (
             "no answer to UPnP: forward the port by hand if you want inbound connections"
-            if f.asked
+            if f.matters
             else "not involved"
         ),
     )
@@ -627,7 +627,7 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
 def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:
     """Judge whether the training settings suit the model; one warning per unsuitable setting."""
     name = "training"
-    found = [line.rpartition(": ") for line in unsuited(policy, training)]
+    found = [line.rpartition(": ") for line in unsuitable_values(policy, training)]
     if found:
         return [warn(name, what, remedy) for what, _, remedy in found]
     trained = defaults_for(policy.model, policy.lora.r).trained

@@ -231,10 +231,10 @@ class HttpRoutes:
         return Response(body, kind)
 
     async def _status(self, request: Request) -> Response:
-        asked = parse_qs(request.target.partition("?")[2]).get("points", [str(POINTS)])[-1]
-        if not (asked.isascii() and asked.isdecimal() and len(asked) <= 6):
+        text = parse_qs(request.target.partition("?")[2]).get("points", [str(POINTS)])[-1]
+        if not (text.isascii() and text.isdecimal() and len(text) <= 6):
             return refusal(400, "points must be a number")
-        points = min(int(asked), POINTS)
+        points = min(int(text), POINTS)
         make = lambda: status_json(self._snapshot(), self._history, points)
         return Response(self._cached("status", points, make), JSON)
 

@@ -37,19 +37,19 @@ class Notifier:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
 
-    def beat(self, statuses: Mapping[str, str], well: bool) -> None:
+    def beat(self, statuses: Mapping[str, str], healthy: bool) -> None:
         """Send what has changed. The supervisor calls this in each turn of its loop.
 
         Args:
             statuses: status of each process.
-            well: no process hangs.
+            healthy: no process hangs.
         """
         self._once("STATUS", ", ".join(f"{name}: {status}" for name, status in statuses.items()))
         if all(has_loaded(status) for status in statuses.values()):
             self._once("READY", "1")
-        elif well and "READY" not in self._sent:
+        elif healthy and "READY" not in self._sent:
             self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
-        if well:
+        if healthy:
             self._send("WATCHDOG=1")
 
     def stopping(self, seconds: float) -> None:

@@ -302,7 +302,7 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
             else ""
         ),
     ]
-    well = crew["state"] == "running"
+    is_running = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("stage", "holder", "layers", "state", "step"):
         table.add_column(
@@ -320,7 +320,9 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
         table.add_row(
             text(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
         )
-    return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
+    return Group(
+        text(" · ".join(fact for fact in facts if fact), "" if is_running else "yellow"), table
+    )
 
 
 def _swarm(swarm: Status) -> RenderableType:

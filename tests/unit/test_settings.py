@@ -137,8 +137,8 @@ def test_table_entry_is_set_by_its_quoted_name(tmp_path):
 
 
 def test_an_entry_of_a_table_is_kept(tmp_path):
-    settings.keep(tmp_path, ['task.settings={"my-task" = {x = 1, y = 2}}'])
-    settings.keep(tmp_path, ['task.settings."my-task".x=3'])
+    settings.save(tmp_path, ['task.settings={"my-task" = {x = 1, y = 2}}'])
+    settings.save(tmp_path, ['task.settings."my-task".x=3'])
     data_dir = f"node.data_dir={json.dumps(str(tmp_path))}"
     kept = settings.load(overrides=[data_dir]).config.task.settings
     assert kept == {"my-task": {"x": 3, "y": 2}}

@@ -47,40 +47,40 @@ def notifier(tmp_path, manager):
 
 
 def test_ready_is_sent_once_after_loading(notifier, manager):
-    notifier.beat({"network": "serving", "trainer": "loading torch"}, well=True)
+    notifier.beat({"network": "serving", "trainer": "loading torch"}, healthy=True)
     assert manager.received() == [
         "STATUS=network: serving, trainer: loading torch",
         "EXTEND_TIMEOUT_USEC=30000000",
         "WATCHDOG=1",
     ]
-    notifier.beat({"network": "serving", "trainer": "training"}, well=True)
+    notifier.beat({"network": "serving", "trainer": "training"}, healthy=True)
     assert manager.received() == [
         "STATUS=network: serving, trainer: training",
         "READY=1",
         "WATCHDOG=1",
     ]
-    notifier.beat({"network": "serving", "trainer": "training"}, well=True)
+    notifier.beat({"network": "serving", "trainer": "training"}, healthy=True)
     assert manager.received() == ["WATCHDOG=1"]
 
 
 def test_bootstrap_node_is_ready_when_serving(notifier, manager):
-    notifier.beat({"network": "serving"}, well=True)
+    notifier.beat({"network": "serving"}, healthy=True)
     assert "READY=1" in manager.received()
 
 
 def test_restart_does_not_repeat_ready(notifier, manager):
-    notifier.beat({"trainer": "training"}, well=True)
+    notifier.beat({"trainer": "training"}, healthy=True)
     manager.received()
-    notifier.beat({"trainer": "down"}, well=True)
-    notifier.beat({"trainer": "loading"}, well=True)
-    notifier.beat({"trainer": "training"}, well=True)
+    notifier.beat({"trainer": "down"}, healthy=True)
+    notifier.beat({"trainer": "loading"}, healthy=True)
+    notifier.beat({"trainer": "training"}, healthy=True)
     received = manager.received()
     assert "READY=1" not in received
     assert not any(line.startswith("EXTEND") for line in received)
 
 
 def test_hanging_process_sends_no_watchdog_beat(notifier, manager):
-    notifier.beat({"trainer": "loading"}, well=False)
+    notifier.beat({"trainer": "loading"}, healthy=False)
     assert manager.received() == ["STATUS=trainer: loading"]
 
 
@@ -90,18 +90,18 @@ def test_drain_extends_the_stop_timeout(notifier, manager):
 
 
 def test_sends_nothing_without_systemd(tmp_path, notifier, manager):
-    Notifier({}).beat({"trainer": "training"}, well=True)
+    Notifier({}).beat({"trainer": "training"}, healthy=True)
     manager.socket.close()
     (tmp_path / "notify").unlink()
-    notifier.beat({"trainer": "training"}, well=True)
+    notifier.beat({"trainer": "training"}, healthy=True)
 
 
 def test_unsent_status_is_sent_again(notifier, manager):
     while notifier._send("WATCHDOG=1"):
         pass  # without a reader the socket holds only a few messages
-    notifier.beat({"network": "serving"}, well=True)
+    notifier.beat({"network": "serving"}, healthy=True)
     manager.received()
-    notifier.beat({"network": "serving"}, well=True)
+    notifier.beat({"network": "serving"}, healthy=True)
     assert manager.received() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
 
 
@@ -115,7 +115,7 @@ def test_sends_to_an_abstract_socket():
     name = f"\0swarmnode-test-{os.getpid()}"
     manager = Manager(name)
     notifier = Notifier({"NOTIFY_SOCKET": "@" + name[1:]})
-    notifier.beat({"network": "serving"}, well=True)
+    notifier.beat({"network": "serving"}, healthy=True)
     assert "READY=1" in manager.received()
     manager.socket.close()
     notifier._socket.close()

@@ -55,7 +55,7 @@ def test_invite_peers_are_added_to_bootstrap(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
-    store.keep_peers([there])
+    store.save_peers([there])
     assert manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers == [
         there,
         *opened.manifest.bootstrap,

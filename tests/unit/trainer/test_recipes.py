@@ -89,7 +89,7 @@ def test_its_figures_are_the_plans(name):
     # one question's completions, beside what stays
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
-    assert settings.unsuited(policy, training) == []
+    assert settings.unsuitable_values(policy, training) == []
 
 
 def test_a_recipe_can_be_looked_at(capsys):
@@ -226,7 +226,7 @@ def test_recipes_are_listed(capsys):
 )
 def test_what_does_not_suit_a_real_model_is_named(said, warnings):
     config = settings.load(overrides=said).config
-    found = settings.unsuited(config.policy, config.training)
+    found = settings.unsuitable_values(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
 
@@ -301,4 +301,4 @@ def test_a_row_that_does_not_fit_says_what_would():
 
 
 def test_the_defaults_suit_the_embedded_policy():
-    assert settings.unsuited(Config().policy, Config().training) == []
+    assert settings.unsuitable_values(Config().policy, Config().training) == []
