@@ -41,7 +41,7 @@ from benchmarks.lib.crews import (
 )
 from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.demo.run import DemoOptions
+from swarmnode.demo.swarm import DemoOptions
 
 CALM_SECONDS = 5.0
 """Time between two kills, in which neighbours store checkpoints of the stages."""

@@ -33,7 +33,7 @@ from swarmnode.config import StagesConfig
 from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.delay import forward_delayed
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.demo.run import DemoOptions
+from swarmnode.demo.swarm import DemoOptions
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.wire import activation_bytes
 from tests.support.netns import Topology, enter, missing
