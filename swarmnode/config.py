@@ -407,7 +407,7 @@ class TrainingConfig(Section):
     """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences
     or a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy, of which a copy is stored if above 0."""
+    """Weight of the KL penalty to the start policy. Above 0, a copy of that policy is stored."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
     """Most tokens of a micro-batch, with prompts and padding. It is halved when memory runs out."""
     eval_every: int = Field(default=0, ge=0)

@@ -249,7 +249,7 @@ def send_command(
             ) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise Unavailable(
-                f"the node in {data_dir} does not answer ({error}); its log may say why"
+                f"the node in {data_dir} does not answer ({error}); its log may have the reason"
             ) from None
         if answer.error:
             raise Unavailable(answer.error)

@@ -56,7 +56,7 @@ REQUEST_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
 """Time to compute and send an answer."""
 LINGER_SECONDS, LINGER_BYTES = 1.0, 2**16
-"""After an answer, what the client still sends is discarded within these bounds. Closing a socket
+"""After an answer, further bytes of the client are discarded within these bounds. Closing a socket
 with unread bytes would reset the connection before the client has read the answer."""
 READ_BYTES = 4096
 

@@ -38,11 +38,11 @@ class Notifier:
             self._socket.setblocking(False)
 
     def beat(self, statuses: Mapping[str, str], healthy: bool) -> None:
-        """Send what has changed. The supervisor calls this in each turn of its loop.
+        """Send the changed values. The supervisor calls this in each turn of its loop.
 
         Args:
             statuses: status of each process.
-            healthy: no process hangs.
+            healthy: True if no process hangs.
         """
         self._once("STATUS", ", ".join(f"{name}: {status}" for name, status in statuses.items()))
         if all(has_loaded(status) for status in statuses.values()):

@@ -10,8 +10,8 @@ crash loses everything after the last state that is *on disk*. Therefore a snaps
 step and one write before `save_every` seconds are over.
 
 The bytes per day are bounded, because saves could wear out a disk within weeks. When whole states
-reach the bound, only weights and counters are saved, without the optimizer's moments. Weights that
-would reach it too are saved less often than `save_every` says.
+reach the bound, only weights and counters are saved, without the optimizer's moments. If weights
+alone would reach it, they are saved less often than `save_every`.
 """
 
 from __future__ import annotations
