@@ -414,8 +414,8 @@ class TrainingConfig(Section):
     """Steps between two held-out evaluations. 0: 10, or more if they would take more than 5 % of
     all sampled tokens."""
     save_every: Seconds = 60.0
-    """Seconds between two saves of weights and counters, and of the optimizer's state while either
-    stays below 1 TB per day. 0: after every step."""
+    """Least seconds between two saves of the state; 0: after every step. Weights alone and whole
+    states are each limited to 1 TB per day."""
     max_steps: int = Field(default=0, ge=0)
     """Stop after this many steps. 0: never."""
     seed: int = Field(default=0, ge=0)
