@@ -36,7 +36,7 @@ import psutil
 from benchmarks.lib.report import columns, heading, make_parser, percentile, table, write_json
 from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.demo.run import DemoOptions
+from swarmnode.demo.swarm import DemoOptions
 
 STAGES = 4
 POLL_SECONDS = 0.1

@@ -28,12 +28,12 @@ import trio
 
 from benchmarks.lib.report import columns, heading, make_parser, write_json
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.demo.liar.episodes import forged_episodes
+from swarmnode.demo.liar.author import MODEL, TOKENIZER, swarm_of
 from swarmnode.rollouts.admission import Admission, ScoringQueue
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer, Scored
+from tests.support.authors import Author, forged_episodes
 
 TASK, TURNS = "endless_game:endless", 12
 GAME = '''

@@ -2,7 +2,7 @@
 
 The embedded policy has 114,000 parameters and answers in a few tokens. Its learning rate would
 spoil a real model, and it would learn nothing at a real model's. `Config` takes a value from this
-table if nobody has set one.
+table if none is set.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from swarmnode.files import write_atomically
 from swarmnode.install import install_command
 
 ENV_PREFIX = "SWARMNODE_"
-NOT_SETTINGS = {
+OTHER_VARIABLES = {
     "SWARMNODE_CONFIG",
     "SWARMNODE_PROGRESS_FD",
     "SWARMNODE_KEY_PASSPHRASE",
@@ -38,7 +38,7 @@ NOT_SETTINGS = {
 """Environment names with the prefix that are not configuration keys."""
 
 
-FOLLOW_MODEL = {f"training.{name}" for name in model_defaults.EMBEDDED_POLICY.values()}
+MODEL_DEPENDENT_KEYS = {f"training.{name}" for name in model_defaults.EMBEDDED_POLICY.values()}
 """Keys whose default depends on the model."""
 MODEL_DEFAULT = "default for this model"
 """Origin of such a default."""
@@ -57,7 +57,7 @@ class Resolved:
     def rows(self) -> Iterator[tuple[str, object, str]]:
         """Yield (dotted key, value, origin) for each key, in the order of config.py."""
         for key in valid_keys():
-            default = MODEL_DEFAULT if key in FOLLOW_MODEL else "default"
+            default = MODEL_DEFAULT if key in MODEL_DEPENDENT_KEYS else "default"
             yield key, value(self.config, key), self.origins.get(key, default)
 
 
@@ -115,12 +115,12 @@ def default_file() -> Path:
     return (directory if directory.is_absolute() else Path(os.devnull)) / "config.toml"
 
 
-def kept_file(data_dir: Path) -> Path:
+def saved_file(data_dir: Path) -> Path:
     """Return the file of a data directory that `join`, `init` and `config set` write."""
     return data_dir / "config.toml"
 
 
-def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) -> Path:
+def save(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) -> Path:
     """Add a recipe and `key=value` texts to the file of a data directory, and return its path.
 
     The caller has validated them.
@@ -128,15 +128,15 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
     Raises:
         Unavailable: The file cannot be written.
     """
-    path = kept_file(data_dir)
-    said = _with_entries(
+    path = saved_file(data_dir)
+    merged = _merge_entries(
         _from_file(path)
         | (_from_recipe(recipe) if recipe is not None else {})
         | _from_overrides(overrides)
     )
     values = {
-        key: _from_anywhere(key, setting)
-        for key, (setting, _) in said.items()
+        key: _with_absolute_paths(key, setting)
+        for key, (setting, _) in merged.items()
         if key != "node.data_dir"
     }
     lines = [
@@ -157,7 +157,7 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
     return path
 
 
-def _from_anywhere(key: str, setting: object) -> object:
+def _with_absolute_paths(key: str, setting: object) -> object:
     """Return a setting with absolute paths of models and datasets, for any working directory."""
     if key == "policy.model" and isinstance(setting, str) and Path(setting).expanduser().is_dir():
         return str(Path(setting).expanduser().absolute())
@@ -208,7 +208,7 @@ def template() -> str:
                 default = value(Config(), key)
                 line = f"# {leaf} = {toml(default) if default is not None else ''}".rstrip()
                 lines.append(
-                    line + (f"  # {_for_other_models(leaf)}" if key in FOLLOW_MODEL else "")
+                    line + (f"  # {_for_other_models(leaf)}" if key in MODEL_DEPENDENT_KEYS else "")
                 )
     return "\n".join(lines) + "\n"
 
@@ -226,12 +226,12 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             keys += valid_keys(inner, f"{prefix}{name}.")
-        elif not _agreed(field):
+        elif not _is_manifest_key(field):
             keys.append(prefix + name)
     return keys
 
 
-def _agreed(field: FieldInfo) -> bool:
+def _is_manifest_key(field: FieldInfo) -> bool:
     """Return True if only a manifest sets this field."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("agreed"))
@@ -258,20 +258,20 @@ def load(
     named = file or (
         Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None
     )
-    usual = _from_systemd(environment) | (_from_file(default_file()) if named is None else {})
+    defaults = _from_systemd(environment) | (_from_file(default_file()) if named is None else {})
     in_file = _from_file(named, must_exist=True) if named is not None else {}
-    said_now = (
+    explicit = (
         (_from_recipe(recipe) if recipe is not None else {})
         | in_file
         | _from_environment(environment)
         | _from_overrides(overrides)
     )
-    kept = _from_file(kept_file(_data_dir(usual | said_now)))
-    if "node.data_dir" in kept:
+    saved = _from_file(saved_file(_data_dir(defaults | explicit)))
+    if "node.data_dir" in saved:
         raise ConfigError(
-            f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself"
+            f"{saved['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself"
         )
-    settings = _with_entries(usual | kept | said_now)
+    settings = _merge_entries(defaults | saved | explicit)
     nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
     if "node.data_dir" not in origins and not Config().node.data_dir.is_absolute():
@@ -318,7 +318,7 @@ def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
         raise ConfigError(f"{path}: not UTF-8 text, so not TOML") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return {_known(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
+    return {_check_key(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,9 @@ def recipe_text(name: str) -> str:
 
 def recipe_values(name: str) -> dict[str, object]:
     """Return the values of a recipe by dotted key. Raises ConfigError for an unknown name."""
-    return {_known(key, name): value for key, value in _leaves(tomllib.loads(recipe_text(name)))}
+    return {
+        _check_key(key, name): value for key, value in _leaves(tomllib.loads(recipe_text(name)))
+    }
 
 
 def _from_recipe(name: str) -> Settings:
@@ -399,7 +401,7 @@ def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
     return [f"this machine has an NVIDIA GPU, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
 
 
-def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
+def unsuitable_values(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
     """Return a warning, with the remedy, for each value that does not suit the model."""
     kind = model_defaults.defaults_for(policy.model, policy.lora.r)
     found = []
@@ -420,7 +422,7 @@ def _from_environment(environment: Mapping[str, str]) -> Settings:
     by_name = {ENV_PREFIX + key.replace(".", "_").upper(): key for key in valid_keys()}
     found: Settings = {}
     for name, text in environment.items():
-        if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
+        if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES:
             continue
         if name not in by_name:
             raise ConfigError(f"environment: unknown key {name}{_nearest(name, by_name)}")
@@ -438,7 +440,7 @@ def _from_overrides(overrides: Sequence[str]) -> Settings:
         if entry:
             found[f"{table}.{entry}"] = (_parse(value, table), "command line")
             continue
-        name = _known(key.strip().replace("-", "_"), "command line")
+        name = _check_key(key.strip().replace("-", "_"), "command line")
         found[name] = (_parse(value, name), "command line")
     return found
 
@@ -453,7 +455,7 @@ def _table_entry(key: str) -> tuple[str, str]:
     return "", ""
 
 
-def _with_entries(settings: Settings) -> Settings:
+def _merge_entries(settings: Settings) -> Settings:
     """Put the entries of tables (`_table_entry`) into their tables; an entry replaces one of the
     same name. Raises ConfigError."""
     found = {key: each for key, each in settings.items() if not _table_entry(key)[0]}
@@ -472,17 +474,19 @@ def _with_entries(settings: Settings) -> Settings:
         whole, _ = found.get(table, ({}, origin))
         if not isinstance(whole, dict):
             raise ConfigError(f"{found[table][1]}: {table}: {whole!r} is not a table")
-        found[table] = (_entered(whole, path, setting), origin)
+        found[table] = (_set_entry(whole, path, setting), origin)
     return found
 
 
-def _entered(table: Mapping[str, Any], path: Mapping[str, Any], setting: object) -> dict[str, Any]:
+def _set_entry(
+    table: Mapping[str, Any], path: Mapping[str, Any], setting: object
+) -> dict[str, Any]:
     """Return `table` with `setting` at the only leaf of `path`."""
     ((name, rest),) = path.items()
     if not isinstance(rest, dict):
         return {**table, name: setting}
     inner = table.get(name, {})
-    return {**table, name: _entered(inner if isinstance(inner, dict) else {}, rest, setting)}
+    return {**table, name: _set_entry(inner if isinstance(inner, dict) else {}, rest, setting)}
 
 
 def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -497,7 +501,7 @@ def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             yield key, value
 
 
-def _known(key: str, origin: str) -> str:
+def _check_key(key: str, origin: str) -> str:
     keys = valid_keys()
     if key in keys:
         return key
@@ -604,13 +608,13 @@ def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             rows += _reference_rows(inner, f"{prefix}{name}.")
             continue
-        if _agreed(field):
+        if _is_manifest_key(field):
             continue
         if field.default_factory is not None and "Path" in str(inner):
             default = "the user's state directory"
         else:
             default = f"`{field.get_default(call_default_factory=True)!r}`"
-        if model is TrainingConfig and f"training.{name}" in FOLLOW_MODEL:
+        if model is TrainingConfig and f"training.{name}" in MODEL_DEPENDENT_KEYS:
             default += f"; {_for_other_models(name)}"
         rows.append(
             f"| `{prefix}{name}` | {default} | {' '.join(str(field.description).split())} |"

@@ -58,9 +58,9 @@ def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
         Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None
     )
     files = (
-        [settings.kept_file(data_dir), named]
+        [settings.saved_file(data_dir), named]
         if named is not None
-        else [settings.default_file(), settings.kept_file(data_dir)]
+        else [settings.default_file(), settings.saved_file(data_dir)]
     )
     lines = [f"{file}{'' if file.exists() else '  (absent)'}" for file in files]
     return print_result({"files": [str(file) for file in files]}, "\n".join(lines), json)
@@ -97,7 +97,7 @@ def config_set(
     check_values(resolved)
     if sets_tasks:
         check_names(resolved.config.task.names)
-    file = settings.keep(resolved.config.node.data_dir, overrides, recipe)
+    file = settings.save(resolved.config.node.data_dir, overrides, recipe)
     return print_result({"file": str(file)}, f"saved in {file}", json)
 
 

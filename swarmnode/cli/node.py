@@ -252,7 +252,7 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
     """
     from swarmnode.daemon import supervisor
     from swarmnode.observe import logs
-    from swarmnode.settings import unsuited, unused_gpu
+    from swarmnode.settings import unsuitable_values, unused_gpu
     from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
@@ -261,7 +261,7 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
     for line in (
-        [*unsuited(agreed.policy, agreed.training), *unused_gpu(agreed.policy)]
+        [*unsuitable_values(agreed.policy, agreed.training), *unused_gpu(agreed.policy)]
         if commands is None
         else ()
     ):

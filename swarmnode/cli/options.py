@@ -159,7 +159,7 @@ def save_overrides(data_dir: Path, node: NodeOptions) -> None:
     from swarmnode import settings
 
     if node.set_:
-        settings.keep(data_dir, node.set_)
+        settings.save(data_dir, node.set_)
 
 
 def require_trainer(command: str) -> None:

@@ -136,7 +136,7 @@ def init(
     overrides = [f"swarm.name={toml_string(name)}"] if name else []
     resolved = load(NodeOptions(node.config, [*(node.set_ or []), *overrides], node.data_dir))
     config = resolved.config
-    from swarmnode.settings import unsuited
+    from swarmnode.settings import unsuitable_values
     from swarmnode.swarm.membership import Membership
     from swarmnode.tasks.client import check_tasks
     from swarmnode.tasks.registry import check_names
@@ -148,7 +148,7 @@ def init(
     check_tasks([*task.modules, *task.settings, *task.datasets, *task.names])
     membership = Membership(config)
     draft = membership.draft(founding.to_founding(resolved.origins))
-    for line in unsuited(draft.config.policy, draft.config.training):
+    for line in unsuitable_values(draft.config.policy, draft.config.training):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     changes = _confirm_successor(draft, founding.yes) if draft.before is not None else []
     opened, invite = membership.found(draft)

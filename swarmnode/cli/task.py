@@ -77,6 +77,7 @@ def task_try(
 
 def _play(task: str, by_hand: bool, json: bool) -> int:
     """Play one episode with actions from stdin, or several with scripted actions. Print them."""
+    from swarmnode.observe.samples import visible
     from swarmnode.tasks import determinism, trial
 
     shown = 0
@@ -86,7 +87,7 @@ def _play(task: str, by_hand: bool, json: bool) -> int:
         nonlocal shown
         if not json:
             for text in texts[shown:]:
-                print(_printable(text))
+                print(visible(text))
             print("> ", end="", flush=True)
         shown = len(texts)
         line = sys.stdin.readline()
@@ -113,30 +114,21 @@ def _format_episode(number: int, episode: EpisodeTrial, shown: int) -> list[str]
     Args:
         shown: Number of the episode's texts that were already printed.
     """
+    from swarmnode.observe.samples import visible
+
     lines = []
     texts = [episode.prompt, *episode.observations]
     for place, text in enumerate(texts):
         if not shown and place:
             lines.append(f"> {_shorten(episode.actions[place - 1])}")
         if place >= shown:
-            lines.append(_printable(text))
+            lines.append(visible(text))
     if episode.error:
         lines.append(f"failed: {episode.error}")
     ended = f"reward {episode.reward:g}" if episode.done else "stopped before the end"
     kind = "held out" if episode.held_out else "training"
     lines.append(f"{number}. {kind}: {len(episode.observations)} turns, {ended}")
     return lines
-
-
-def _printable(text: str) -> str:
-    """Return a text of several lines with unprintable characters replaced."""
-    return "\n".join(
-        "".join(
-            character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-            for character in line
-        )
-        for line in text.split("\n")
-    )
 
 
 def _format_trials(task: str, tried: Sequence[QuestionTrial], function: str) -> list[str]:
@@ -190,10 +182,9 @@ def _format_trials(task: str, tried: Sequence[QuestionTrial], function: str) -> 
 
 def _shorten(text: str | None) -> str:
     """Return a text as one line of limited length, without control characters of the terminal."""
-    line = "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for character in " ".join((text or "").split())
-    )
+    from swarmnode.observe.samples import visible
+
+    line = visible(" ".join((text or "").split()))
     return line if len(line) <= MAX_TEXT_CHARACTERS else line[:MAX_TEXT_CHARACTERS] + "…"
 
 

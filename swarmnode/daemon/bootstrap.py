@@ -28,7 +28,7 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.process import Progress, die_with_parent, run_main
 
 
-async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
+async def run(config: Config, progress: Progress) -> None:
     """Run until SIGTERM. Raises LocalError if something on this machine is missing or unsafe."""
     data_dir = config.node.data_dir
     async with open_member(config, trains=False) as member:
@@ -51,7 +51,6 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             member.summaries,
             meter,
             supervisor,
-            ring,
             TrainerWatch(),
             successors=member.successors,
         )
@@ -72,8 +71,8 @@ def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    ring = logs.configure(config.log, "network", data_dir=config.node.data_dir)
-    trio.run(run, config, progress, ring)
+    logs.configure(config.log, "network", data_dir=config.node.data_dir)
+    trio.run(run, config, progress)
     return 0
 
 

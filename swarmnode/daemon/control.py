@@ -26,7 +26,7 @@ import trio
 from swarmnode import pauses
 from swarmnode.daemon.machine import LoadAverage, Machine, update_load
 from swarmnode.errors import Refused, Unavailable
-from swarmnode.files import lock_data_dir, socket_address
+from swarmnode.files import lock_data_dir, socket_address, unix_listener
 
 log = structlog.get_logger("swarmnode.daemon.control")
 
@@ -139,38 +139,25 @@ class Control:
             return error.strerror or str(error)
         return ""
 
-    # ---- commands
-    # ----------------------------------------------------------------------------------
+    # ---- commands --------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        directory = None
         try:
-            path, directory = socket_address(self._data_dir / SOCKET)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(
-                    path
-                )  # of an earlier run, because this process holds the directory's lock
-            await listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(4)
+            with unix_listener(self._data_dir / SOCKET, 4, "control socket") as listener:
+                await self._accept(trio.socket.from_stdlib_socket(listener))
         except (OSError, Unavailable) as error:
-            listener.close()
             log.error("no control socket: pause, resume and finish do not work", error=str(error))
-            await trio.sleep_forever()
-        finally:
-            if directory is not None:
-                os.close(directory)
-        with listener:
-            async with trio.open_nursery() as waiting_clients:
-                while True:
-                    try:
-                        connection, _ = await listener.accept()
-                    except OSError as error:  # for example, no file descriptor is left
-                        log.error("cannot accept control connections", error=str(error))
-                        await trio.sleep(1.0)
-                        continue
-                    await self._handle_connection(trio.SocketStream(connection), waiting_clients)
+
+    async def _accept(self, listener: trio.socket.SocketType) -> None:
+        async with trio.open_nursery() as waiting_clients:
+            while True:
+                try:
+                    connection, _ = await listener.accept()
+                except OSError as error:  # for example, no file descriptor is left
+                    log.error("cannot accept control connections", error=str(error))
+                    await trio.sleep(1.0)
+                    continue
+                await self._handle_connection(trio.SocketStream(connection), waiting_clients)
 
     async def _handle_connection(
         self, stream: trio.SocketStream, waiting_clients: trio.Nursery
@@ -262,7 +249,7 @@ def send_command(
             ) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise Unavailable(
-                f"the node in {data_dir} does not answer ({error}); its log may say why"
+                f"the node in {data_dir} does not answer ({error}); its log may have the reason"
             ) from None
         if answer.error:
             raise Unavailable(answer.error)

@@ -46,7 +46,7 @@ PAUSES = ("quiet_hours", "month", *REASONS)
 list."""
 
 
-async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
+async def run(config: Config, progress: Progress) -> None:
     """Run until SIGTERM.
 
     Raises:
@@ -106,7 +106,6 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             member.summaries,
             meter,
             supervisor,
-            ring,
             trainer,
             rollouts,
             weights,
@@ -165,8 +164,8 @@ def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    ring = logs.configure(config.log, "network", data_dir=config.node.data_dir)
-    trio.run(run, config, progress, ring)
+    logs.configure(config.log, "network", data_dir=config.node.data_dir)
+    trio.run(run, config, progress)
     return 0
 
 

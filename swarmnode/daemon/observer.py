@@ -14,7 +14,6 @@ from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, LogTail, log_file
-from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.metering import Meter
@@ -42,7 +41,6 @@ class ObservedParts:
     summaries: Summaries
     meter: Meter
     supervisor: SupervisorWatch
-    ring: LogRing
     trainer: TrainerWatch
     rollouts: RolloutExchange | None = None
     weights: WeightService | None = None
@@ -60,16 +58,10 @@ class NodeObserver:
         self.draining = False
         self._parts = parts
         self._data_dir = data_dir
-        self._joined = False
         self._tails = [
             LogTail(log_file(data_dir, process), process, LOG_LINES)
-            for process in ("supervisor", "trainer")
+            for process in ("supervisor", "network", "trainer")
         ]
-        first_ring_line = min(
-            (line.at for line in parts.ring.statistics()), default=info.started_at
-        )
-        before = LogTail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
-        self._before = [line for line in before if line.at < first_ring_line]
 
     def snapshot(self) -> NodeSnapshot:
         """Return all statistics of now."""
@@ -77,14 +69,11 @@ class NodeObserver:
         trainer = parts.trainer.statistics(now)
         stages = parts.crew.statistics() if parts.crew is not None else StagesStatistics()
         scorer = parts.scorer.statistics() if parts.scorer is not None else ScorerStatistics()
-        self._joined |= bool(parts.network.connected())
         return NodeSnapshot(
             at=time.time(),
             node=self.info,
             health=Health(
-                network_ready=True,
                 policy_loaded=health.policy_loaded(trainer.report, stages),
-                joined=self._joined,
                 draining=self.draining,
             ),
             trainer=trainer,
@@ -113,11 +102,7 @@ class NodeObserver:
 
     def _lines(self) -> list[LogLine]:
         """Return the newest log lines of all processes of this node, in the order of writing."""
-        lines = [
-            *self._before,
-            *self._parts.ring.statistics(),
-            *(line for tail in self._tails for line in tail.statistics()),
-        ]
+        lines = [line for tail in self._tails for line in tail.statistics()]
         return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
 
     def summary(self, created_at: int) -> Summary:

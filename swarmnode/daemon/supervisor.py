@@ -25,7 +25,6 @@ import trio
 
 from swarmnode.daemon.control import Control
 from swarmnode.daemon.machine import Machine
-from swarmnode.daemon.starvation import Starvation
 from swarmnode.daemon.watchdog import DRAIN_SECONDS, EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
@@ -38,6 +37,7 @@ log = structlog.get_logger("swarmnode.daemon.supervisor")
 
 COMMANDS = {"network": "swarmnode.daemon.node", "trainer": "swarmnode.trainer"}
 WATCH_INTERVAL_SECONDS = 0.25
+THAW_SECONDS = 1.0
 NOTIFY_SECONDS = 1.0
 """Interval between sd_notify messages. systemd's watchdog timeout must be several times longer."""
 OVERDUE_SECONDS = 5.0
@@ -54,7 +54,6 @@ def run(
     """Run a node until it is stopped or cannot continue; return its exit code.
 
     Args:
-        cfg: settings of the supervisor.
         data_dir: data directory of the node.
         configuration: returns the configuration for the next process as JSON. Called before each
             start, because a manifest may have changed it.
@@ -230,24 +229,23 @@ class Supervisor:
                 *lines, pending = (pending + chunk).split(b"\n")
                 pending = pending[-LINE_BYTES:]
                 for line in lines:
-                    before = len(child.watchdog.statistics().recovery_seconds)
                     message = parse_progress(line)
                     if message is not None:
                         child.watchdog.progressed(trio.current_time(), *message)
-                    if len(child.watchdog.statistics().recovery_seconds) != before:
+                    if child.down_reason and child.watchdog.past_loading:
                         child.down_reason = ""
                         self._write_statistics()
 
     async def _kill_when_stalled(self, child: Child) -> None:
         assert child.process is not None
-        starvation = Starvation(child.process.pid, trio.current_time())
         while True:
             await trio.sleep(WATCH_INTERVAL_SECONDS)
-            now = trio.current_time()
-            if starvation.due(now) or now > child.watchdog.deadline():
-                child.watchdog.set_starvation(starvation.since(child.watchdog.last_progress, now))
-            if now > child.watchdog.deadline() and not self._stopping.is_set():
-                status = child.watchdog.statistics().status
+            if trio.current_time() <= child.watchdog.deadline():
+                continue
+            # After a pause of the whole container, the child must report before it is judged.
+            await trio.sleep(THAW_SECONDS)
+            if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
+                status = child.watchdog.status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
                 child.kill_reason = f"no progress while {status}, killed"
@@ -264,15 +262,12 @@ class Supervisor:
                 for child in self._children.values()
                 if child.process is not None and child.process.poll() is None
             ]
-            well = self._stopping.is_set() or all(
+            healthy = self._stopping.is_set() or all(
                 child.watchdog.deadline() > late for child in running
             )
             self._notifier.beat(
-                {
-                    name: child.watchdog.statistics().status
-                    for name, child in self._children.items()
-                },
-                well,
+                {name: child.watchdog.status for name, child in self._children.items()},
+                healthy,
             )
             await trio.sleep(NOTIFY_SECONDS)
 
@@ -328,7 +323,7 @@ class Supervisor:
                 log.warning(
                     "drain took too long",
                     process=child.name,
-                    status=child.watchdog.statistics().status,
+                    status=child.watchdog.status,
                 )
                 self._send(signal.SIGKILL)
                 return
@@ -342,20 +337,15 @@ class Supervisor:
                 child.process.send_signal(signum)
 
     def _write_statistics(self) -> None:
-        """Write the statistics file that the network process exports as metrics."""
-        written = {}
-        for name, child in self._children.items():
-            watched = child.watchdog.statistics()
-            written[name] = {
-                "restarts": watched.restarts,
-                "stalls": watched.stalls,
-                "recovery_seconds": watched.recovery_seconds,
-                "down": child.down_reason,
-            }
+        """Write the file that the network process reads as `observe.watch.SupervisorStatistics`."""
+        children = self._children.values()
+        written = {
+            "restarts": {child.name: child.watchdog.restarts for child in children},
+            "stalls": {child.name: child.watchdog.stalls for child in children},
+            "down": {child.name: child.down_reason for child in children if child.down_reason},
+        }
         try:
-            write_atomically(
-                self._run_dir / "supervisor.json", json.dumps({"processes": written}).encode()
-            )
+            write_atomically(self._run_dir / "supervisor.json", json.dumps(written).encode())
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
 

@@ -39,7 +39,7 @@ CRASH_LIMIT = 6
 helped."""
 IDENTICAL_LIMIT = 3
 """Number of consecutive crashes by the same exception that end the node."""
-STALL_FLOOR_SECONDS = 30.0
+STALL_FLOOR_SECONDS = 60.0
 """Minimum time without progress before a process counts as stalled. Progress is reported per
 decoding step, and load bursts of other programs are shorter."""
 STARTUP_SECONDS = 600.0
@@ -63,17 +63,6 @@ class EndNode:
 
     exit_code: int
     reason: str
-
-
-@dataclass(frozen=True)
-class WatchStatistics:
-    """Statistics of one child process."""
-
-    restarts: int
-    stalls: int
-    recovery_seconds: tuple[float, ...]
-    """Seconds from each exit until the process was past loading again; the newest 256."""
-    status: str
 
 
 class CrashBreaker:
@@ -114,14 +103,13 @@ class Watchdog:
         self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
-        self._starved_seconds = 0.0
-        self._ever_ran = self._past_loading = False
-        self._exited_at: float | None = None
+        self._ever_ran = False
+        self.past_loading = False
+        """True once the present process works."""
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._restarts = 0
-        self._stalls = 0
-        self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._status = "starting"
+        self.restarts = 0
+        self.stalls = 0
+        self.status = "starting"
         self._cause, self._identical_crashes = "", 0
         """Exception of the last process, and the number of consecutive processes that it ended."""
         self._stepped = False
@@ -130,43 +118,29 @@ class Watchdog:
         """Record the start of the process."""
         self._started_at = now
         self._last_progress = None
-        self._starved_seconds = 0.0
-        self._past_loading = False
+        self.past_loading = False
         self._stepped = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
         """Record progress, the duration of a finished step (or None) and the status."""
         if not status.startswith(LOADING):
-            self._ever_ran = self._past_loading = True
-            if self._exited_at is not None:
-                self._recoveries.append(now - self._exited_at)
-                self._exited_at = None
+            self._ever_ran = self.past_loading = True
         if step_seconds is not None and math.isfinite(step_seconds):
             self._step_seconds.append(step_seconds)
             self._stepped = True
         self._last_progress = now
-        self._starved_seconds = 0.0
-        self._status = status
-
-    @property
-    def last_progress(self) -> float | None:
-        """Time of the last progress; None before the first of this process."""
-        return self._last_progress
-
-    def set_starvation(self, seconds: float) -> None:
-        """Record the seconds of starvation since the last progress (starvation.py)."""
-        self._starved_seconds = seconds
+        self.status = status
 
     def deadline(self) -> float:
         """Return the time at which the process counts as stalled without further progress."""
         if self._last_progress is None:
-            return self._started_at + STARTUP_SECONDS + self._starved_seconds
-        return self._last_progress + self._stall_seconds() + self._starved_seconds
+            return self._started_at + STARTUP_SECONDS
+        return self._last_progress + self._stall_seconds()
 
     def _stall_seconds(self) -> float:
         # step times of an earlier process do not apply to loading
-        loads = not self._past_loading or not self._step_seconds
-        if loads and self._status.startswith(LOADING):
+        loads = not self.past_loading or not self._step_seconds
+        if loads and self.status.startswith(LOADING):
             return STARTUP_SECONDS
         return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
@@ -175,12 +149,12 @@ class Watchdog:
         DRAIN_SECONDS plus a long step. A process that saves its state may continue while it makes
         progress, because killing it would lose everything learnt since the last save."""
         patience = asked_at + DRAIN_SECONDS + 4 * self._p99_step_seconds()
-        return max(patience, self.deadline()) if self._status == SAVING else patience
+        return max(patience, self.deadline()) if self.status == SAVING else patience
 
     def stalled(self) -> None:
         """Record a stall: the deadline passed and the caller kills the process; `exited`
         follows."""
-        self._stalls += 1
+        self.stalls += 1
 
     def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | EndNode:
         """Return the action after an unexpected exit.
@@ -190,8 +164,7 @@ class Watchdog:
             exit_code: negative for a signal.
             cause: the exception that ended the process; empty if unknown.
         """
-        self._exited_at = now
-        self._status = "down"
+        self.status = "down"
         if exit_code == 0:
             return EndNode(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
@@ -204,7 +177,7 @@ class Watchdog:
                 code, f"{self.name} ended {self._identical_crashes} times by the same error"
             )
         verdict = self._breaker.crashed(self.name, now, now - self._started_at)
-        self._restarts += isinstance(verdict, Restart)
+        self.restarts += isinstance(verdict, Restart)
         return verdict
 
     def _repeats(self, ran_seconds: float, exit_code: int, cause: str) -> bool:
@@ -225,6 +198,3 @@ class Watchdog:
             return 0.0
         ordered = sorted(self._step_seconds)
         return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
-
-    def statistics(self) -> WatchStatistics:
-        return WatchStatistics(self._restarts, self._stalls, tuple(self._recoveries), self._status)

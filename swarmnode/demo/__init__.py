@@ -1,6 +1,7 @@
 """`swarmnode demo`: runs a swarm on this machine, shows it in a table, and judges the result. Its
 nodes are ordinary `swarmnode run` processes."""
 
-from swarmnode.demo.run import DemoOptions, run_demo
+from swarmnode.demo.run import run_demo
+from swarmnode.demo.swarm import DemoOptions
 
 __all__ = ["DemoOptions", "run_demo"]

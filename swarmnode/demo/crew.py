@@ -5,37 +5,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from swarmnode.demo.delay import DelayProxy, free_port
 from swarmnode.demo.nodes import DemoNode, View
+from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm
 from swarmnode.demo.table import node_and_peer, reward, slim_table
 from swarmnode.demo.verdict import RISE, Finding
 from swarmnode.errors import Unavailable
 
-if TYPE_CHECKING:
-    from swarmnode.demo.run import DemoOptions
-
 LAYERS = 8
 """Layers of the policy. The embedded policy has two; `policy.build_deep` adds identity layers."""
-FORM_SECONDS = 120.0
 KILL_INTERVAL = 20.0
-RETURN_SECONDS = 60.0
-POLL_INTERVAL = 0.5
-"""Seconds between polls of the nodes."""
-LINE_INTERVAL = 10.0
-"""Seconds between lines, if the output is not a terminal."""
 LOST_STEPS = 1
 """Steps that the crew may lose with a stage."""
 
@@ -53,7 +40,7 @@ class StageKill:
     step_after: int | None = None
     """First step of the crew after the stage returned; None if it has not returned."""
     seconds: float | None = None
-    """Seconds from the kill to that step, with an error of `POLL_INTERVAL`."""
+    """Seconds from the kill to that step, with an error of half a second."""
     source: str = ""
 
 
@@ -99,70 +86,38 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-class CrewSwarm:
+class CrewSwarm(DemoSwarm):
     """The nodes of a demo, each with one stage of the policy."""
 
+    poll_interval = 0.5
+
     def __init__(self, options: DemoOptions, directory: Path) -> None:
-        self._options = options
         model = write_model(directory / "model")
         self._proxy = DelayProxy(options.delay / 1000) if options.delay else None
-        self.nodes = [
-            DemoNode(
-                f"node{i}", directory / f"node{i}", crew_settings(options, i, model, self._proxy)
-            )
-            for i in range(options.nodes)
-        ]
+        super().__init__(
+            options,
+            [
+                DemoNode(
+                    f"node{i}",
+                    directory / f"node{i}",
+                    crew_settings(options, i, model, self._proxy),
+                )
+                for i in range(options.nodes)
+            ],
+        )
         self.kills: list[StageKill] = []
         self._formed_at: float | None = None
         self._killed_pid: int | None = None
         self._step_seen = 0
-        self._crashed: list[str] = []
         self._held_out: tuple[float | None, float | None] = (None, None)
-        self._started = time.monotonic()
 
     def start(self, console: Console) -> None:
-        """Start the first node, wait until it listens, and start the other nodes, which join
-        through it."""
         if self._proxy is not None:
             self._proxy.open()
-        self.nodes[0].start([])
-        first = self.nodes[0].wait_for_address(time.monotonic() + FORM_SECONDS)
-        for node in self.nodes[1:]:
-            node.start(first)
-        console.print(
-            f"started {len(self.nodes)} nodes with stages of one policy; status page of the first:"
-            f" {self.nodes[0].url}/",
-            soft_wrap=True,
-        )
-
-    def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the crew and kill stages, until the time is over, a node ends, or `stop` is set."""
-        printed = 0.0
-        live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
-        with live or nullcontext():
-            while not stop.wait(POLL_INTERVAL):
-                for node in self.nodes:
-                    node.poll()
-                now = time.monotonic() - self._started
-                self._update(now)
-                if live is not None:
-                    live.update(self.table(now))
-                elif now - printed >= LINE_INTERVAL:
-                    printed = now
-                    console.print(self.line(now), soft_wrap=True)
-                if not all(node.alive() for node in self.nodes) or self._is_over(now):
-                    return
+        super().start(console)
 
     def end(self) -> None:
-        """Stop all nodes, and record those that have ended before."""
-        for node in self.nodes:
-            if node.started and not node.alive():
-                self._crashed.append(
-                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_log_line()}"
-                )
-            node.stop()
-        for node in self.nodes:
-            node.wait(30.0)
+        super().end()
         if self._proxy is not None:
             self._proxy.close()
 
@@ -183,9 +138,7 @@ class CrewSwarm:
         """Number of steps of the crew: the largest that a node reports."""
         return max(node.view.stage_step for node in self.nodes)
 
-    def _update(self, now: float) -> None:
-        """Update the state of the demo from the views of the nodes, and kill a stage if it is
-        time."""
+    def update(self, now: float) -> None:
         stages = {node.view.stage for node in self.nodes if node.view.stage_phase == "active"}
         whole = stages == set(range(len(self.nodes)))
         if self._formed_at is None and whole and self.step:
@@ -232,9 +185,9 @@ class CrewSwarm:
     def _end(self) -> float:
         return (self._formed_at or 0.0) + self._options.minutes * 60
 
-    def _is_over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         if self._formed_at is None:
-            return now > FORM_SECONDS
+            return now > START_SECONDS
         if self._options.keep_running:
             return False
         waiting = bool(self.kills) and self.kills[-1].step_after is None
@@ -242,12 +195,10 @@ class CrewSwarm:
 
     # ---- output ----------------------------------------------------------------------------------
 
-    def table(self, now: float) -> Table:
-        """Return a table with one row per node, sorted by stage, and the last kills below."""
+    def table(self, now: float, width: int) -> Table:
         return crew_table(self.nodes, now, self._kill_text())
 
     def line(self, now: float) -> str:
-        """Return the same facts as one line."""
         head = next((node.view for node in self.nodes if node.view.stage == 0), View())
         stages = " | ".join(
             f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.source}".rstrip()

@@ -58,7 +58,6 @@ class View:
     """Every distance seen so far, oldest first."""
     exchanges: int = 0
     outer_step: int = 0
-    solo_steps: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Numbers of rejected partner weights, by cause."""
     trainer_pid: int | None = None
@@ -73,8 +72,6 @@ class View:
     source_seconds: float | None = None
     checkpoint_age: int | None = None
     tokens_per_second: float | None = None
-    state_bytes: int = 0
-    """Bytes sent to other members, without activations."""
 
 
 class DemoNode:
@@ -269,7 +266,6 @@ def parse_snapshot(snapshot: dict[str, Any], before: Sequence[float] = ()) -> Vi
         distances=[*before, *new],
         exchanges=averaging.get("exchanges_total", 0),
         outer_step=averaging.get("outer_step", 0),
-        solo_steps=averaging.get("solo_steps_total", 0),
         refused={
             cause: n
             for cause, n in snapshot["weights"]["judged"].items()
@@ -285,7 +281,6 @@ def parse_snapshot(snapshot: dict[str, Any], before: Sequence[float] = ()) -> Vi
         source_seconds=own.get("source_seconds"),
         checkpoint_age=own.get("checkpoint_age_steps"),
         tokens_per_second=own.get("tokens_per_second"),
-        state_bytes=snapshot["stages"]["streams"]["sent"].get("state", 0),
     )
 
 

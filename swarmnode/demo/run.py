@@ -8,48 +8,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
+from rich.table import Table
 
 from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
+from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm
 from swarmnode.demo.table import print_verdict, status_line, table
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
 
-START_SECONDS = 90.0
-RETURN_SECONDS = 60.0
-POLL_INTERVAL = 1.0
-"""Seconds between polls of the nodes."""
-LINE_INTERVAL = 10.0
-"""Seconds between lines, if the output is not a terminal."""
 STEP_SECONDS = 0.6
 """Least duration of a step. The embedded policy needs 30 ms; the pause lets three trainers share
 two cores, and the user see the progress."""
 SYNC_EVERY = 10
 """Inner steps per outer step. With the default of 50, a demo of 100 steps would have only two outer
 steps."""
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of `swarmnode demo`, see `swarmnode.cli.demo`."""
-
-    nodes: int = 3
-    minutes: float = 1.0
-    keep_running: bool = False
-    solo: bool = False
-    byzantine: int = 0
-    kill: int = 0
-    data_dir: Path | None = None
-    http_port: int = 9464
-    crew: bool = False
-    delay: float = 0.0
-    """One-way latency between the nodes of a crew, milliseconds."""
 
 
 def node_settings(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
@@ -88,7 +66,7 @@ def run_demo(options: DemoOptions) -> int:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise Unavailable(f"--data-dir {directory} cannot be used: {error.strerror}") from None
-    swarm = CrewSwarm(options, directory) if options.crew else Swarm(options, directory)
+    swarm = (CrewSwarm if options.crew else Swarm)(options, directory)
     with _stop_on_signal() as stop:
         try:
             swarm.start(console)
@@ -105,35 +83,27 @@ def run_demo(options: DemoOptions) -> int:
     return 0 if ok else 1
 
 
-class Swarm:
+class Swarm(DemoSwarm):
     """The nodes of a demo: honest nodes, then liars."""
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
-        self._options = options
-        self.nodes = [
-            DemoNode(f"node{i}", directory / f"node{i}", node_settings(options, i))
-            for i in range(options.nodes)
-        ]
+        super().__init__(
+            options,
+            [
+                DemoNode(f"node{i}", directory / f"node{i}", node_settings(options, i))
+                for i in range(options.nodes)
+            ],
+        )
         self.liars = [
             Liar(f"liar{i}", directory / f"liar{i}", node_settings(options, 100 + i))
             for i in range(options.byzantine)
         ]
-        self._first: list[str] = []
+        self.all_nodes = [*self.nodes, *self.liars]
         self._kills: dict[str, Kill] = {}
-        self._crashed: list[str] = []
-        self._started = time.monotonic()
-
-    @property
-    def all_nodes(self) -> list[DemoNode]:
-        return [*self.nodes, *self.liars]
+        self._learning_since: float | None = None
 
     def start(self, console: Console) -> None:
-        """Start the first node, wait until it listens, and start the other nodes, which join
-        through it."""
-        self.nodes[0].start([])
-        self._first = self.nodes[0].wait_for_address(time.monotonic() + START_SECONDS)
-        for node in self.nodes[1:]:
-            node.start(self._first)
+        super().start(console)
         if self.liars:
             # Liars dial all nodes, because peer exchange does not share banned peers.
             addresses = [
@@ -143,59 +113,35 @@ class Swarm:
             ]
             for liar in self.liars:
                 liar.start(addresses)
-        console.print(
-            f"started {len(self.nodes)} nodes; status page of the first: {self.nodes[0].url}/",
-            soft_wrap=True,
-        )
 
-    def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the nodes until the time is over, a node ends, or `stop` is set. Meanwhile, kill and
-        restart nodes."""
-        duration = self._options.minutes * 60
-        learning_since = None
-        printed = 0.0
-        live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
-        with live or nullcontext():
-            while not stop.wait(POLL_INTERVAL):
-                for node in self.all_nodes:
-                    node.poll()
-                self._record_returns()
-                now = time.monotonic()
-                if live is not None:
-                    live.update(table(self.all_nodes, now - self._started, console.width))
-                elif now - printed >= LINE_INTERVAL:
-                    printed = now
-                    console.print(status_line(self.all_nodes, now - self._started), soft_wrap=True)
-                if not all(node.alive() for node in self.all_nodes):
-                    return
-                if learning_since is None and (
-                    all(node.view.step for node in self.nodes)
-                    or now - self._started > START_SECONDS
-                ):
-                    learning_since = now
-                if learning_since is None or self._options.keep_running:
-                    continue
-                if self._options.kill and not self._kills and now - learning_since >= duration / 3:
-                    self._kill()
-                waiting = any(kill.step_after is None for kill in self._kills.values())
-                if now - learning_since >= duration + (RETURN_SECONDS if waiting else 0.0):
-                    return
+    def update(self, now: float) -> None:
+        self._record_returns()
+        if self._learning_since is None and (
+            all(node.view.step for node in self.nodes) or now > START_SECONDS
+        ):
+            self._learning_since = now
+        if self._learning_since is None or self._options.keep_running or self._kills:
+            return
+        if self._options.kill and now - self._learning_since >= self._options.minutes * 20:
+            self._kill()
+
+    def is_over(self, now: float) -> bool:
+        if self._learning_since is None or self._options.keep_running:
+            return False
+        waiting = any(kill.step_after is None for kill in self._kills.values())
+        duration = self._options.minutes * 60 + (RETURN_SECONDS if waiting else 0.0)
+        return now - self._learning_since >= duration
 
     def end(self) -> None:
-        """Poll all nodes once more, then stop them."""
-        for node in self.all_nodes:
-            if node.alive():
-                node.poll()
-            elif node.started:
-                self._crashed.append(
-                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_log_line()}"
-                )
+        super().end()
         for liar in self.liars:
             liar.kill()
-        for node in self.nodes:
-            node.stop()
-        for node in self.nodes:
-            node.wait(30.0)
+
+    def table(self, now: float, width: int) -> Table:
+        return table(self.all_nodes, now, width)
+
+    def line(self, now: float) -> str:
+        return status_line(self.all_nodes, now)
 
     def findings(self) -> list[Finding]:
         return judge(

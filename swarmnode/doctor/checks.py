@@ -1,4 +1,4 @@
-"""Verdicts from facts. Pure. Each verdict states the problem, its cause and the remedy.
+"""Verdicts from facts: pure functions. Each verdict states the problem, its cause and the remedy.
 
 ok     no problem
 warn   the node runs, but the operator should look at it
@@ -17,7 +17,7 @@ from typing import Literal
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.install import install_command, torch_remedy
 from swarmnode.model_defaults import EMBEDDED, defaults_for
-from swarmnode.settings import CUDA_TORCH, unsuited
+from swarmnode.settings import CUDA_TORCH, unsuitable_values
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
@@ -40,8 +40,10 @@ class Check:
 
     name: str
     level: Literal["ok", "warn", "fail"]
-    what: str
-    todo: str = ""
+    text: str
+    """The result, in one line."""
+    remedy: str = ""
+    """The remedy; empty if none is needed."""
     exit_code: int = 0
     """Exit code of `doctor` if this check fails."""
 
@@ -50,12 +52,12 @@ def ok(name: str, what: str) -> Check:
     return Check(name, "ok", what)
 
 
-def warn(name: str, what: str, todo: str) -> Check:
-    return Check(name, "warn", what, todo)
+def warn(name: str, what: str, remedy: str) -> Check:
+    return Check(name, "warn", what, remedy)
 
 
-def fail(name: str, what: str, todo: str, exit_code: int) -> Check:
-    return Check(name, "fail", what, todo, exit_code)
+def fail(name: str, what: str, remedy: str, exit_code: int) -> Check:
+    return Check(name, "fail", what, remedy, exit_code)
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -153,8 +155,8 @@ def check_key(f: KeyFacts) -> Check:
             UNAVAILABLE,
         )
     if f.state == "damaged":
-        todo = f"restore it (swarmnode key import), or move {f.path} away to start as a new peer"
-        return fail(name, f"{f.path} is not a key: {f.detail}", todo, UNAVAILABLE)
+        remedy = f"restore it (swarmnode key import), or move {f.path} away to start as a new peer"
+        return fail(name, f"{f.path} is not a key: {f.detail}", remedy, UNAVAILABLE)
     return ok(name, "present; only its owner can read it")
 
 
@@ -236,8 +238,8 @@ def check_reachability(f: ReachFacts) -> Check:
             'set network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port is reachable; the'
             " node also works without",
         )
-    mine = [ipaddress.ip_address(ip) for ip in f.own_ips]
-    public = [ip for ip in (mine if anywhere else listening) if ip.is_global]
+    own_ips = [ipaddress.ip_address(ip) for ip in f.own_ips]
+    public = [ip for ip in (own_ips if anywhere else listening) if ip.is_global]
     if public:
         return ok(name, f"public address {public[0]}; a firewall must admit its port")
     return warn(
@@ -250,7 +252,7 @@ def check_reachability(f: ReachFacts) -> Check:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    asked: bool = False
+    matters: bool = False
     """False if no router matters: the node listens on loopback only, or has a public address."""
     kind: Literal["none", "public", "carrier", "private"] = "none"
     """Kind of its external address, see `p2p.gateway`; without a router, of an interface of this
@@ -281,7 +283,7 @@ def check_router(f: RouterFacts) -> Check:
         name,
         (
             "no answer to UPnP: forward the port by hand if you want inbound connections"
-            if f.asked
+            if f.matters
             else "not involved"
         ),
     )
@@ -306,7 +308,7 @@ def check_dial_back(f: DialBackFacts) -> Check:
         return ok(name, f"peers reach this node{seen}")
     if f.verdict == "unknown":
         return ok(name, "unknown: no peer on another machine has dialled this node")
-    todo = (
+    remedy = (
         "forward the port and set network.announce_addrs to the public address, or do nothing:"
         " outbound connections work"
     )
@@ -319,7 +321,7 @@ def check_dial_back(f: DialBackFacts) -> Check:
     return warn(
         name,
         "peers cannot dial this node, and no peer relays for it: it uses outbound connections only",
-        todo,
+        remedy,
     )
 
 
@@ -330,16 +332,16 @@ class PeerFacts:
     detail: str = ""
 
 
-def check_peers(facts: Sequence[PeerFacts], itself: bool = False) -> list[Check]:
+def check_peers(facts: Sequence[PeerFacts], is_bootstrap: bool = False) -> list[Check]:
     """Judge the bootstrap addresses, one line each. They fail only if none responds: the node
     starts with one, and keeps dialling the others.
 
     Args:
         facts: One entry per address.
-        itself: True if this node is a bootstrap peer.
+        is_bootstrap: True if this node is a bootstrap peer.
     """
     name = "bootstrap"
-    if not facts and itself:
+    if not facts and is_bootstrap:
         return [ok(name, "this node is the bootstrap peer, and dials none")]
     if not facts:
         return [
@@ -356,7 +358,7 @@ def check_peers(facts: Sequence[PeerFacts], itself: bool = False) -> list[Check]
             checks.append(ok(name, f"{f.address} responds{f': {f.detail}' if f.detail else ''}"))
             continue
         code = REFUSED if f.outcome == "wrong_peer" else UNAVAILABLE
-        what, todo = {
+        what, remedy = {
             "wrong_peer": (
                 "another peer responds there",
                 "ask its operator: the address is forged, or the key has changed",
@@ -373,9 +375,9 @@ def check_peers(facts: Sequence[PeerFacts], itself: bool = False) -> list[Check]
         }[f.outcome]
         what = f"{f.address}: {what}{f' ({f.detail})' if f.detail else ''}"
         checks.append(
-            warn(name, what, todo)
+            warn(name, what, remedy)
             if alive or f.outcome == "not_tried"
-            else fail(name, what, todo, code)
+            else fail(name, what, remedy, code)
         )
     return checks
 
@@ -487,8 +489,8 @@ def check_device(f: DeviceFacts) -> Check:
     if not f.torch:
         missing = "No module named" in f.error
         remedy = install_command("train") if missing else torch_remedy()
-        todo = f"{remedy}; a bootstrap node needs no torch"
-        return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
+        remedy = f"{remedy}; a bootstrap node needs no torch"
+        return fail(name, f"torch cannot be loaded: {f.error}", remedy, f.error_code or UNAVAILABLE)
     alternative = 'or set policy.devices = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:
@@ -625,9 +627,9 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
 def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:
     """Judge whether the training settings suit the model; one warning per unsuitable setting."""
     name = "training"
-    found = [line.rpartition(": ") for line in unsuited(policy, training)]
+    found = [line.rpartition(": ") for line in unsuitable_values(policy, training)]
     if found:
-        return [warn(name, what, todo) for what, _, todo in found]
+        return [warn(name, what, remedy) for what, _, remedy in found]
     trained = defaults_for(policy.model, policy.lora.r).trained
     return [
         ok(
@@ -670,12 +672,12 @@ class ConfigFacts:
 def check_config(f: ConfigFacts) -> Check:
     name = "configuration"
     if f.problem:
-        todo = (
+        remedy = (
             "swarmnode config show prints all settings and their origin"
             if f.problem_code == CONFIGURATION
             else "join again, or leave the swarm"
         )
-        return fail(name, f.problem, todo, f.problem_code)
+        return fail(name, f.problem, remedy, f.problem_code)
     if not re.fullmatch(r"127\.\d+\.\d+\.\d+|::1|localhost", f.http_host):
         return warn(
             name,

@@ -1,5 +1,4 @@
-"""The command: look, judge, print. One line per check, what to do under it, and an exit code for
-scripts."""
+"""`swarmnode doctor`: collects facts, judges them, and prints a line per check with its remedy."""
 
 from __future__ import annotations
 
@@ -23,36 +22,37 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
 def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) -> int:
-    """Examine the node that `load` configures. Prints as it goes, or everything at once as JSON.
-    Returns the exit code.
+    """Examine the node that `load` configures, and return the exit code.
 
-    bundle: also write what was found, and what else helps somebody who helps, into an archive in
-    the working directory.
+    Args:
+        load: Returns the configuration.
+        as_json: Print one JSON object at the end instead of lines.
+        bundle: Also write an archive for a bug report to the working directory.
     """
     found: list[Check] = []
     for check in examine(load):
         found.append(check)
         if not as_json:
-            print(f"{MARKS[check.level]}  {check.name}: {check.what}", flush=True)
-            if check.todo:
-                print(f"      {check.todo}", flush=True)
+            print(f"{MARKS[check.level]}  {check.name}: {check.text}", flush=True)
+            if check.remedy:
+                print(f"      {check.remedy}", flush=True)
     code = checks.exit_code(found)
-    told: dict[str, object] = {"exit_code": code, "checks": [asdict(check) for check in found]}
+    result: dict[str, object] = {"exit_code": code, "checks": [asdict(check) for check in found]}
     if bundle:
         file = write_bundle(_loaded(load), found, Path.cwd())
-        told["bundle"] = str(file)
+        result["bundle"] = str(file)
         if not as_json:
             print(
-                f"\nwritten: {file}, without keys, secrets, invites and tokens; peer ids and"
-                " addresses are in it"
+                f"\nwrote {file}. It contains peer ids and addresses, but no keys, secrets, invites"
+                " and tokens"
             )
     if as_json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(result, indent=1))
     return code
 
 
 def _loaded(load: Callable[[], Resolved]) -> Resolved | None:
-    """None where there is no valid configuration."""
+    """Return the configuration; None if it is invalid."""
     try:
         return load()
     except SwarmNodeError:
@@ -60,8 +60,7 @@ def _loaded(load: Callable[[], Resolved]) -> Resolved | None:
 
 
 def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
-    """The quick checks first; those that take seconds last. Without a configuration nothing else
-    can be looked at."""
+    """Yield the checks, those that take seconds last. An invalid configuration is the only one."""
     try:
         resolved = load()
         task, crew = resolved.config.task, resolved.config.stages.mode == "always"
@@ -97,16 +96,18 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     reachability = probes.reachability(listen, config.network)
     yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
-    lost = not key.exists() or (probes.locked(key) and passphrase.from_environment() is None)
-    own = None if running or lost else key  # a key in use twice would be found out
-    me = probes.own_peer(data_dir)
-    others = [text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != me]
-    itself = len(others) < len(config.network.initial_peers)
+    usable = key.exists() and not (probes.locked(key) and passphrase.from_environment() is None)
+    own = key if usable and not running else None  # the running node's connections stay
+    own_id = probes.own_peer(data_dir)
+    others = [
+        text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != own_id
+    ]
+    is_bootstrap = len(others) < len(config.network.initial_peers)
     network = config.network.model_copy(update={"initial_peers": others})
     peers, dial_back = probes.peers(
         probes.Trial(network, swarm, secret, own, [] if running else probes.free_ports(listen))
     )
-    yield from checks.check_peers(peers, itself)
+    yield from checks.check_peers(peers, is_bootstrap)
     dial_back = probes.dialled_back(status) if running else dial_back
     yield checks.check_dial_back(dial_back)
     yield checks.check_router(probes.router(reachability, dial_back.observed))

@@ -417,10 +417,10 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
     """Query the configured inference server."""
-    asked = make_server(settings, adapter)
-    facts = ServerFacts(settings.url, asked.name)
+    client = make_server(settings, adapter)
+    facts = ServerFacts(settings.url, client.name)
     try:
-        about, flags = asked.about(), asked.settings()
+        about, flags = client.about(), client.settings()
     except ServerFailed as failed:
         return replace(facts, error=str(failed))
     rank = flags.get("lora_rank")

@@ -25,7 +25,7 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 def at(snapshot: object, path: str) -> object:
     """Return the value at `path` below `snapshot`.
 
-    None if a part of the path is None; 0 for a key that a dict of counts does not have yet.
+    The value is None if a part of the path is None, and 0 for a missing key of a dict.
     """
     found = snapshot
     for name in path.split("."):

@@ -124,7 +124,8 @@ def alive(silence_seconds: float) -> Verdict:
 
 
 def ready(s: NodeSnapshot) -> Verdict:
-    """Return True if the network listens and the policy, or this node's stage of it, is loaded.
+    """Return True if the policy, or this node's stage of it, is loaded. The network process answers
+    only once the network listens.
 
     A draining node is not ready. A node without peers is, because it can train alone. A node whose
     policy needs a crew is not ready without one.
@@ -132,8 +133,6 @@ def ready(s: NodeSnapshot) -> Verdict:
     reasons = []
     if s.health.draining:
         reasons.append("draining")
-    if not s.health.network_ready:
-        reasons.append("the network is not up yet")
     if s.node.trainer and not s.health.policy_loaded:
         waiting = (
             "waits for other nodes to form a crew"
@@ -190,12 +189,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
         limit = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > limit:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
-    if (
-        s.node.sharing
-        and s.health.network_ready
-        and s.network.peers.connected == 0
-        and uptime > LONELY_SECONDS
-    ):
+    if s.node.sharing and s.network.peers.connected == 0 and uptime > LONELY_SECONDS:
         found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
     own, stopped = s.stages.own, s.stages.crew.stopped_seconds
     if own is not None and own.phase == "failed":

@@ -56,7 +56,7 @@ REQUEST_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
 """Time to compute and send an answer."""
 LINGER_SECONDS, LINGER_BYTES = 1.0, 2**16
-"""After an answer, what the client still sends is discarded within these bounds. Closing a socket
+"""After an answer, further bytes of the client are discarded within these bounds. Closing a socket
 with unread bytes would reset the connection before the client has read the answer."""
 READ_BYTES = 4096
 
@@ -231,10 +231,10 @@ class HttpRoutes:
         return Response(body, kind)
 
     async def _status(self, request: Request) -> Response:
-        asked = parse_qs(request.target.partition("?")[2]).get("points", [str(POINTS)])[-1]
-        if not (asked.isascii() and asked.isdecimal() and len(asked) <= 6):
+        text = parse_qs(request.target.partition("?")[2]).get("points", [str(POINTS)])[-1]
+        if not (text.isascii() and text.isdecimal() and len(text) <= 6):
             return refusal(400, "points must be a number")
-        points = min(int(asked), POINTS)
+        points = min(int(text), POINTS)
         make = lambda: status_json(self._snapshot(), self._history, points)
         return Response(self._cached("status", points, make), JSON)
 
@@ -348,7 +348,6 @@ async def serve_http(
     snapshot: Callable[[], NodeSnapshot],
     *,
     data_dir: Path | None = None,
-    sock: socket.socket | None = None,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]  # old stubs may be installed
 ) -> None:
     """Serve until cancelled.
@@ -359,12 +358,11 @@ async def serve_http(
         snapshot: returns the present state of the node. It is called at most twice per second. An
             exception is logged, and the request gets status 500.
         data_dir: directory of the charts' history and the trainer's samples; None for none.
-        sock: listening socket to use and close, in place of `listen(cfg)`.
 
     Raises:
         Unavailable: see `listen`.
     """
-    sock = sock or listen(cfg)
+    sock = listen(cfg)
     host, port = sock.getsockname()[:2]
     history = History()
     if data_dir is not None:

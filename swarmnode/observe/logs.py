@@ -14,7 +14,6 @@ import select
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,10 +23,9 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from swarmnode.config import LogConfig
-from swarmnode.observe.logfile import FileHandler, LogLine, log_file
+from swarmnode.observe.logfile import FileHandler, log_file
 from swarmnode.process import leaves
 
-RING_LINES = 200
 MAX_TEXT = 2000
 """Most characters of one value."""
 
@@ -135,33 +133,6 @@ class LineHandler(logging.StreamHandler[IO[str]]):
             return True
 
 
-class LogRing(logging.Handler):
-    """Stores the newest lines for the status page. Thread-safe."""
-
-    def __init__(self, process: str = "", lines: int = RING_LINES) -> None:
-        super().__init__()
-        self._process = process
-        self._lines: deque[LogLine] = deque(maxlen=lines)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.append(
-                LogLine(
-                    record.created,
-                    record.levelname.lower(),
-                    record.name,
-                    self.format(record),
-                    self._process,
-                )
-            )
-        except Exception:  # noqa: BLE001
-            self.handleError(record)
-
-    def statistics(self) -> list[LogLine]:
-        """Return the lines, oldest first."""
-        return list(self._lines)
-
-
 class NoiseFilter(logging.Filter):
     """Limits the rate of lines of each noisy library.
 
@@ -251,19 +222,10 @@ def _file_handler(path: Path) -> FileHandler | None:
         return None
 
 
-def line_text(_: object, __: str, event: EventDict) -> str:
-    """structlog renderer of the page's lines: event and values, without time, level and logger."""
-    words = [str(event.pop("event", ""))]
-    for key in ("timestamp", "level", "logger"):
-        event.pop(key, None)
-    words += [f"{key}={value}" for key, value in event.items() if not key.startswith("_")]
-    return " ".join(words)
-
-
 def configure(
     cfg: LogConfig, process: str, stream: IO[str] | None = None, data_dir: Path | None = None
-) -> LogRing:
-    """Set up logging of this process, and return the lines for the status page.
+) -> None:
+    """Set up logging of this process.
 
     Args:
         process: `supervisor`, `network`, `trainer` or `scorer`; `component` of a JSON line.
@@ -317,7 +279,7 @@ def configure(
         ]
         return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
 
-    lines, ring = LineHandler(stream), LogRing(process)
+    lines = LineHandler(stream)
     if as_json:
         lines.setFormatter(
             formatter(remove_traceback, in_order, structlog.processors.JSONRenderer())
@@ -332,8 +294,7 @@ def configure(
                 ),
             )
         )
-    ring.setFormatter(formatter(remove_traceback, line_text))
-    handlers: list[logging.Handler] = [lines, ring]
+    handlers: list[logging.Handler] = [lines]
     if data_dir is not None and (file := _file_handler(log_file(data_dir, process))) is not None:
         tracebacks: tuple[Processor, ...] = (structlog.processors.format_exc_info, clean_exception)
         file.setFormatter(
@@ -356,4 +317,3 @@ def configure(
         logger.propagate = True
         logger.setLevel(max(level, least))
     logging.captureWarnings(True)
-    return ring

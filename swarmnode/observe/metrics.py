@@ -40,7 +40,7 @@ class Metric:
     """One metric.
 
     Args:
-        source: NodeAddress of its numbers.
+        source: Place of its numbers.
             A path into the snapshot, `network.peers.known`: a number, a histogram, or a dict of
             numbers by label value.
             A dict of paths by label value, {"in": …, "out": …}. If a path leads to a dict, the key
@@ -466,8 +466,8 @@ TRAINING = (
         "swarmnode_engine_failures_total",
         "counter",
         _engine_failures,
-        "Failures of sampling engines. `own`: `continuous` failed. `server`: the node's own engine took over"
-        " from the inference server.",
+        "Failures of sampling engines. `own`: `continuous` failed. `server`: the node's own engine"
+        " took over from the inference server.",
         ("engine", "reason"),
         when=trainer_reports,
     ),

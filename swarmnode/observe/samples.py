@@ -145,14 +145,12 @@ def for_page(samples: Sequence[Sample]) -> bytes:
     )
 
 
-def to_turns(
-    actions: Sequence[str], observations: Sequence[str], most: int = TURN_TEXT
-) -> list[Turn]:
-    """Return the turns of an episode, each text shortened to `most` characters. An action that was
-    cut has no observation."""
+def to_turns(actions: Sequence[str], observations: Sequence[str]) -> list[Turn]:
+    """Return the turns of an episode, each text shortened to TURN_TEXT characters. An action that
+    was cut has no observation."""
     answered = [*observations, *[""] * len(actions)]
     return [
-        Turn(shortened(action, most), shortened(observation, most))
+        Turn(shortened(action, TURN_TEXT), shortened(observation, TURN_TEXT))
         for action, observation in zip(actions, answered, strict=False)
     ]
 

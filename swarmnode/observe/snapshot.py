@@ -53,12 +53,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    network_ready: bool = False
-    """The host listens and serves listings."""
     policy_loaded: bool = False
     """The trainer is connected and has loaded the policy."""
-    joined: bool = False
-    """At least one peer has been connected since the start."""
     draining: bool = False
 
 

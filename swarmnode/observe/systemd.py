@@ -12,7 +12,6 @@ Source: sd_notify(3), systemd 252.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, MutableMapping
 
@@ -29,12 +28,8 @@ class Notifier:
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
-        watchdog = environment.pop("WATCHDOG_USEC", "")
-        environment.pop("WATCHDOG_PID", "")
-        self.watchdog_seconds = (
-            int(watchdog) / 1e6 if watchdog.isascii() and watchdog.isdigit() else None
-        )
-        """Time without WATCHDOG=1 after which systemd restarts the node; None: no limit."""
+        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
+            environment.pop(name, "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
         self._sent: dict[str, str] = {}
@@ -42,19 +37,19 @@ class Notifier:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
 
-    def beat(self, statuses: Mapping[str, str], well: bool) -> None:
-        """Send what has changed. The supervisor calls this in each turn of its loop.
+    def beat(self, statuses: Mapping[str, str], healthy: bool) -> None:
+        """Send the changed values. The supervisor calls this in each turn of its loop.
 
         Args:
             statuses: status of each process.
-            well: no process hangs.
+            healthy: True if no process hangs.
         """
         self._once("STATUS", ", ".join(f"{name}: {status}" for name, status in statuses.items()))
         if all(has_loaded(status) for status in statuses.values()):
             self._once("READY", "1")
-        elif well and "READY" not in self._sent:
+        elif healthy and "READY" not in self._sent:
             self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
-        if well:
+        if healthy:
             self._send("WATCHDOG=1")
 
     def stopping(self, seconds: float) -> None:
@@ -81,7 +76,3 @@ class Notifier:
 def has_loaded(status: str) -> bool:
     """Return True if `status` is that of a process that has loaded."""
     return not status.startswith(("starting", "loading", "down"))
-
-
-def from_environment() -> Notifier:
-    return Notifier(os.environ)

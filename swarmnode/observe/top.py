@@ -26,6 +26,7 @@ from swarmnode.observe.samples import visible
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28
 NAME_WIDTH = 20
+MAX_ROWS = 64
 Status = Mapping[str, Any]
 
 
@@ -245,7 +246,7 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     return table
 
 
-def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> RenderableType:
+def _peers(peers: list[Status], names: Mapping[str, str]) -> RenderableType:
     if not peers:
         return text("no peers yet", "dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -253,7 +254,7 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
     for name in ("link", "admitted", "used", "rejected", "reputation", "seen"):
         table.add_column(name, justify="left" if name == "link" else "right", no_wrap=True)
     order = sorted(peers, key=lambda peer: (not peer["direction"], -peer["used"], peer["peer"]))
-    for peer in order[:most]:
+    for peer in order[:MAX_ROWS]:
         counts = [number(peer[name]) for name in ("admitted", "used", "rejected")]
         seen = duration(peer["last_seen_seconds"])
         style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
@@ -265,8 +266,8 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
             seen,
             style=style,
         )
-    if len(order) > most:
-        table.add_row(text(f"and {len(order) - most} more", "dim"))
+    if len(order) > MAX_ROWS:
+        table.add_row(text(f"and {len(order) - MAX_ROWS} more", "dim"))
     return table
 
 
@@ -300,7 +301,7 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
             else ""
         ),
     ]
-    well = crew["state"] == "running"
+    is_running = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("stage", "holder", "layers", "state", "step"):
         table.add_column(
@@ -318,10 +319,12 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
         table.add_row(
             text(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
         )
-    return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
+    return Group(
+        text(" · ".join(fact for fact in facts if fact), "" if is_running else "yellow"), table
+    )
 
 
-def _swarm(swarm: Status, most: int = 64) -> RenderableType:
+def _swarm(swarm: Status) -> RenderableType:
     """Return the summaries of peers."""
     median = (
         f", median held-out {number(swarm['reward_median'], 3)}"
@@ -334,7 +337,7 @@ def _swarm(swarm: Status, most: int = 64) -> RenderableType:
         table.add_column(
             name, justify="left" if name in ("name", "peer") else "right", no_wrap=True
         )
-    for row in swarm["rows"][:most]:
+    for row in swarm["rows"][:MAX_ROWS]:
         counts = [
             number(row["policy_version"]),
             number(row["reward"], 3),
@@ -349,8 +352,8 @@ def _swarm(swarm: Status, most: int = 64) -> RenderableType:
             duration(row["age_seconds"]),
             style=style,
         )
-    if len(swarm["rows"]) > most:
-        table.add_row(text(f"and {len(swarm['rows']) - most} more", "dim"))
+    if len(swarm["rows"]) > MAX_ROWS:
+        table.add_row(text(f"and {len(swarm['rows']) - MAX_ROWS} more", "dim"))
     return Group(head, table)
 
 

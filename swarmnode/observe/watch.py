@@ -94,19 +94,6 @@ class TrainerWatch:
         )
 
 
-class SupervisedProcess(msgspec.Struct, frozen=True):
-    restarts: int = 0
-    stalls: int = 0
-    down: str = ""
-    """Reason why it is down; empty while it runs and before its first start."""
-
-
-class SupervisorFile(msgspec.Struct, frozen=True):
-    """Content of the supervisor's file. Unknown fields are ignored."""
-
-    processes: dict[str, SupervisedProcess] = {}
-
-
 class SupervisorWatch:
     """Reads `<data_dir>/run/supervisor.json`.
 
@@ -115,25 +102,17 @@ class SupervisorWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = SupervisorFile()
+        self._last = SupervisorStatistics()
 
     def read(self) -> SupervisorStatistics:
         """Read the file again. Never raises."""
         try:
             with self._path.open("rb") as file:
-                content = msgspec.json.decode(file.read(SUPERVISOR_FILE_BYTES), type=SupervisorFile)
+                data = file.read(SUPERVISOR_FILE_BYTES)
+            self._last = msgspec.json.decode(data, type=SupervisorStatistics)
         except (OSError, msgspec.MsgspecError):
-            return self.statistics()
-        self._file = content
-        return self.statistics()
-
-    def statistics(self) -> SupervisorStatistics:
-        processes = self._file.processes.items()
-        return SupervisorStatistics(
-            restarts={name: process.restarts for name, process in processes},
-            stalls={name: process.stalls for name, process in processes},
-            down={name: process.down for name, process in processes if process.down},
-        )
+            pass
+        return self._last
 
 
 def disk_use(directory: Path) -> DiskStatistics:

@@ -61,12 +61,12 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         check=False,
     )
-    said = done.stdout.decode(errors="replace").strip().splitlines()
-    if done.returncode != 0 or not said:
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    if done.returncode != 0 or not lines:
         raise CHILD_ERRORS.get(done.returncode, Unavailable)(
-            said[-1] if said else f"export ended with {done.returncode}"
+            lines[-1] if lines else f"export ended with {done.returncode}"
         )
-    export_info: dict[str, object] = json.loads(said[-1])
+    export_info: dict[str, object] = json.loads(lines[-1])
     terms = {key: settings.value(config, key) for key in CARD_SETTINGS}
     try:
         text = card(export_info, card_tasks(config.task), terms)

@@ -84,7 +84,7 @@ class ManifestStore:
         """Use this manifest from now on. A running node restarts with it within seconds."""
         self._write(CURRENT, f"{swarm.hex()}\n".encode())
 
-    def keep_peers(self, addresses: Sequence[str]) -> None:
+    def save_peers(self, addresses: Sequence[str]) -> None:
         """Store the addresses of an invite for the next start."""
         self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
 

@@ -207,8 +207,8 @@ class Membership:
         where = options.explicit_settings.get("policy.model") or options.explicit_settings.get(
             "policy.revision"
         )
-        kept_only = where == str(settings.kept_file(self._data_dir))
-        if options.any_model or (not present.models and (where is None or kept_only)):
+        saved_only = where == str(settings.saved_file(self._data_dir))
+        if options.any_model or (not present.models and (where is None or saved_only)):
             return []
         return present.models if where is None else [self._describe_model()]
 
@@ -279,7 +279,7 @@ class Membership:
             refuse_if_any(self._problems(opened.manifest, peer), opened)
             store.add(opened)
             store.choose(opened.swarm)
-            store.keep_peers(invite.addresses)
+            store.save_peers(invite.addresses)
         log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
         return opened
 
@@ -375,7 +375,7 @@ class Membership:
             current = self.store.current()
             if current is None or not self.store.descends(current, invite.swarm):
                 self.join(invite)
-            self.store.keep_peers(invite.addresses)
+            self.store.save_peers(invite.addresses)
         agreed, changes = manifest_store.apply_stored(self._config, trains=self._trains)
         self._log_pending_successor()
         for change in changes:
@@ -384,7 +384,7 @@ class Membership:
                 log_change(
                     "set by the manifest", key=change.key, value=change.now, instead_of=change.was
                 )
-        unset = [key for key in settings.FOLLOW_MODEL if not settings.is_set(agreed, key)]
+        unset = [key for key in settings.MODEL_DEPENDENT_KEYS if not settings.is_set(agreed, key)]
         if self._trains and unset and agreed.policy.model != EMBEDDED:
             chosen = {key.rpartition(".")[2]: settings.value(agreed, key) for key in sorted(unset)}
             log.info("defaults for this model", model=agreed.policy.model, **chosen)
@@ -453,9 +453,9 @@ class Membership:
         )
 
 
-def make_invite(opened: VerifiedManifest, addresses: Sequence[str] = ()) -> Invite:
+def make_invite(opened: VerifiedManifest) -> Invite:
     """Return an invite to the swarm of a manifest. Raises ConfigError without an address."""
-    where = tuple(addresses) or tuple(manifest.bootstrap(opened.manifest))
+    where = tuple(manifest.bootstrap(opened.manifest))
     if not where:
         raise ConfigError(
             "the manifest names no bootstrap peer: an invite needs the address of one"

@@ -378,7 +378,7 @@ async def test_page_works_before_the_node_is_ready(tmp_path, monkeypatch) -> Non
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, past=History)
     assert "<title>evening · swarmnode</title>" in seen.dom
     assert "nothing measured yet" in seen.text
-    assert "the network is not up yet; the policy is not loaded yet" in seen.text
+    assert "the policy is not loaded yet" in seen.text
     assert "No peers yet." in seen.text
     assert seen.console == []
 

@@ -25,7 +25,6 @@ from protocol.generate import (
 from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import episode
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected, _ends_alike
 from swarmnode.rollouts.puller import PROVEN, contradiction
@@ -83,6 +82,7 @@ from swarmnode.wire.messages import (
 )
 from swarmnode.wire.signed import open_session, open_summary
 from swarmnode.wire.swarm import swarm_id
+from tests.support.authors import episode
 from tests.support.stage_reading import read_state, read_whole
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"

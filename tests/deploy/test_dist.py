@@ -1,4 +1,4 @@
-"""What `make dist` builds: metadata, licence files and a description whose links work on PyPI."""
+"""`make dist` builds a wheel and an sdist of the package, with a description that works on PyPI."""
 
 import re
 import tarfile
@@ -38,14 +38,24 @@ def test_the_metadata_names_distribution_and_licence(built):
     assert [url for url in urls if url.startswith("Repository, ")] == expected
 
 
-def test_wheel_and_sdist_are_complete(built):
+def test_wheel_and_sdist_hold_the_package_only(built):
     in_wheel, in_sdist, *_ = built
     licences = {name.rpartition("licenses/")[2] for name in in_wheel if "licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
-    assert "swarmnode/py.typed" in in_wheel
-    needed = {"LICENSE", "NOTICE", "SECURITY.md", "Makefile", "tools/dist.py"}
-    needed |= {str(path.relative_to(ROOT)) for path in (ROOT / "requirements").glob("*.txt")}
-    assert needed <= in_sdist
+    assert {name.partition("/")[0] for name in in_wheel} == {
+        "swarmnode",
+        "swarmnode_rl-0.1.0.dist-info",
+    }
+    expected = {"swarmnode", "requirements", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    expected |= {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "NOTICE"}
+    assert {name.partition("/")[0] for name in in_sdist} <= expected
+    package = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "swarmnode").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert package <= in_wheel
+    assert package <= in_sdist
 
 
 def test_the_description_has_no_relative_link(built):

@@ -19,7 +19,7 @@ import msgspec
 
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, episode
+from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
 from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
@@ -37,6 +37,7 @@ from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.signed import open_session, open_summary
+from tests.support.authors import episode
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes
 

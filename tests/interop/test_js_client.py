@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.demo.liar.author import Author
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.rollouts.sampling import spread
+from tests.support.authors import Author
 from tests.support.foreign import Foreign, install, judged, missing, network_process, until
 from tests.support.games import HIGH, TURNS, guessing_game
 

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, question
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, question
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
@@ -29,6 +29,7 @@ from swarmnode.p2p.identity import load_or_create
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import limits
+from tests.support.authors import Author
 from tests.support.forked_node import ForkedNode
 from tests.support.manifests import founded
 

@@ -8,7 +8,7 @@ import msgspec
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, swarm_of
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, answers
 from swarmnode.rollouts.sampling import spread
@@ -22,6 +22,7 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
+from tests.support.authors import Author
 from tests.support.fakes.network import MemorySwarm
 from tests.support.fakes.scorer import InProcessScorer
 

@@ -256,7 +256,7 @@ def example_at(t: float) -> NodeSnapshot:
             addrs=[f"/ip4/127.0.0.1/tcp/9470/p2p/{OWN}"],
             started_at=STARTED_AT,
         ),
-        health=Health(network_ready=True, policy_loaded=True, joined=connected > 0),
+        health=Health(policy_loaded=True),
         trainer=TrainerStatistics(
             connected=True,
             report=report,

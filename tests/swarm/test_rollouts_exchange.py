@@ -13,8 +13,7 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.demo.liar.episodes import forged_episodes
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
@@ -28,6 +27,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import ListedGroup
+from tests.support.authors import Author, forged_episodes
 from tests.support.fakes.network import MemorySwarm
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts

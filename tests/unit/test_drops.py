@@ -1,4 +1,4 @@
-"""What is dropped is counted by reason, and each reason is logged once."""
+"""Dropped items are counted by reason, and each reason is logged once."""
 
 from structlog.testing import capture_logs
 
@@ -19,7 +19,7 @@ def test_each_reason_is_counted_and_logged_once():
     assert lines[0]["task"] == "rg/gcd"
 
 
-def test_the_row_of_drops_ends_with_the_next_kept():
+def test_kept_item_ends_a_row_of_drops():
     tally = DropTally("no update")
     tally.drop("not_finite", 4)
     assert tally.statistics().since_kept == {"not_finite": 4}
@@ -28,7 +28,7 @@ def test_the_row_of_drops_ends_with_the_next_kept():
     assert tally.statistics() == DropCounts(1, {"not_finite": 4, "no_signal": 1}, {"no_signal": 1})
 
 
-def test_nothing_dropped_is_no_reason():
+def test_zero_drops_are_no_reason():
     tally = DropTally("completion dropped")
     with capture_logs() as lines:
         tally.drop("cut", 0)
@@ -37,7 +37,7 @@ def test_nothing_dropped_is_no_reason():
     assert lines == []
 
 
-def test_a_trainers_drops_have_the_names_of_its_report():
+def test_trainer_drops_match_the_report():
     drops = TrainerDrops()
     drops.group.drop("special_ids")
     assert drops.statistics()["group"].dropped["special_ids"] == 1

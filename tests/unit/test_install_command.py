@@ -1,4 +1,4 @@
-"""Error messages name a command that installs what is missing, and no package of somebody else."""
+"""Error messages name a command that installs the missing packages."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ def test_an_extra_is_installed_by_its_packages(extra):
     assert shlex.split(install.install_command(extra))[2:] == EXTRAS[extra]
 
 
-def test_the_trainer_is_installed_by_its_packages_outside_a_checkout(tmp_path, monkeypatch):
+def test_install_command_names_packages_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "LISTS", tmp_path)
     first, second = install.install_command("train").split(" && ")
     asked = [*shlex.split(first)[2:], *shlex.split(second)[3:]]
@@ -29,7 +29,7 @@ def test_the_trainer_is_installed_by_its_packages_outside_a_checkout(tmp_path, m
     assert shlex.split(second)[:3] == ["pip", "install", "--no-deps"]
 
 
-def test_the_trainer_is_installed_by_the_lists_of_a_checkout(tmp_path, monkeypatch):
+def test_install_command_uses_lists_of_a_checkout(tmp_path, monkeypatch):
     lists = tmp_path / "a checkout"
     lists.mkdir()
     (lists / "trainer.txt").touch()
@@ -40,7 +40,7 @@ def test_the_trainer_is_installed_by_the_lists_of_a_checkout(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("folder", ["swarmnode", "docs", "docker", "deploy", "README.md"])
-def test_no_text_installs_the_package_of_somebody_else(folder):
+def test_no_text_installs_another_projects_package(folder):
     where = ROOT / folder
     files = [where] if where.is_file() else [path for path in where.rglob("*") if path.is_file()]
     texts = {path: path.read_text() for path in files if path.suffix in (".py", ".md", ".toml", "")}

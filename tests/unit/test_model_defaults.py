@@ -1,4 +1,4 @@
-"""Which training values a model gets where nobody sets them, and who uses them."""
+"""Default training values by model, and the commands that use them."""
 
 import json
 import shutil
@@ -67,13 +67,13 @@ def test_defaults_follow_the_model(models, model, rank, expected):
 
 
 def test_a_value_that_is_set_stays(models):
-    said = [f"policy.model={models / 'real'}", "training.learning_rate=3e-4"]
-    assert trained_with(settings.load(overrides=said).config) == (3e-4, 256)
-    said = ["policy.model=org/model", "training.max_completion_length=8"]
-    assert trained_with(settings.load(overrides=said).config) == (1e-6, 8)
+    printed = [f"policy.model={models / 'real'}", "training.learning_rate=3e-4"]
+    assert trained_with(settings.load(overrides=printed).config) == (3e-4, 256)
+    printed = ["policy.model=org/model", "training.max_completion_length=8"]
+    assert trained_with(settings.load(overrides=printed).config) == (1e-6, 8)
 
 
-def test_a_recipe_counts_for_more():
+def test_recipe_overrides_defaults():
     config = settings.load(recipe="24gb-7b-lora").config
     assert trained_with(config) == (1e-5, 2048)
 
@@ -88,27 +88,27 @@ def test_defaults_follow_when_the_model_changes(models):
     assert not settings.is_set(changed, "training.learning_rate")
 
 
-def test_a_child_gets_the_same_values(models):
+def test_child_process_gets_the_same_values(models):
     config = settings.load(overrides=[f"policy.model={models / 'real'}"]).config
     assert trained_with(Config.model_validate_json(config.model_dump_json())) == WHOLE
 
 
-def test_show_says_where_the_value_is_from(models, capsys, tmp_path):
-    said = ["--set", f"policy.model={models / 'real'}", "-d", str(tmp_path)]
-    assert cli.run(["config", "show", "--json", *said]) == 0
-    told = json.loads(capsys.readouterr().out)
-    rate, length = told["training.learning_rate"], told["training.max_completion_length"]
+def test_config_show_names_the_origin(models, capsys, tmp_path):
+    printed = ["--set", f"policy.model={models / 'real'}", "-d", str(tmp_path)]
+    assert cli.run(["config", "show", "--json", *printed]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rate, length = result["training.learning_rate"], result["training.max_completion_length"]
     assert (rate["value"], length["value"]) == WHOLE
     assert rate["origin"] == length["origin"] == "default for this model"
-    assert told["training.temperature"]["origin"] == "default"
+    assert result["training.temperature"]["origin"] == "default"
 
 
-def test_a_manifest_states_answers_of_the_models_length(models):
+def test_manifest_has_the_models_completion_length(models):
     config = Config.model_validate({"policy": {"model": str(models / "real")}})
     assert founded(config=config).manifest.rollouts.max_tokens == 256
 
 
-def test_a_members_unset_values_follow_the_swarms_model():
+def test_unset_values_follow_the_swarms_model():
     opened = founded(
         config=Config.model_validate({"policy": {"model": "org/model"}}),
         models=[ModelRef("org/model", "", b"\1" * 32, b"\2" * 32)],
@@ -118,20 +118,20 @@ def test_a_members_unset_values_follow_the_swarms_model():
     assert trained_with(agreed) == WHOLE
 
 
-def test_init_warns_before_it_signs_what_spoils_a_model(tmp_path, models, capsys):
-    said = [f"policy.model={models / 'real'}", "training.max_completion_length=8"]
-    options = [part for text in said for part in ("--set", text)]
+def test_init_warns_of_a_spoiling_learning_rate(tmp_path, models, capsys):
+    printed = [f"policy.model={models / 'real'}", "training.max_completion_length=8"]
+    options = [part for text in printed for part in ("--set", text)]
     assert cli.run(["init", "-d", str(tmp_path), *options]) == 0
     assert "warning: training.max_completion_length = 8 cuts" in capsys.readouterr().err
     other = tmp_path / "other"
-    assert cli.run(["init", "-d", str(other), "--set", said[0]]) == 0
+    assert cli.run(["init", "-d", str(other), "--set", printed[0]]) == 0
     assert "warning" not in capsys.readouterr().err
     stored = Membership(settings.load(overrides=[f"node.data_dir={other}"]).config).store
     assert stored.get(stored.current()).manifest.rollouts.max_tokens == 256
 
 
 @pytest.mark.parametrize(
-    ("said", "levels"),
+    ("printed", "levels"),
     [
         ([], ["ok"]),
         (["policy.model=org/model"], ["ok"]),
@@ -139,27 +139,27 @@ def test_init_warns_before_it_signs_what_spoils_a_model(tmp_path, models, capsys
         (["policy.model=org/model", "training.max_completion_length=8"], ["warn"]),
     ],
 )
-def test_doctor_judges_training_by_the_model(said, levels):
-    config = settings.load(overrides=said).config
+def test_doctor_judges_training_by_the_model(printed, levels):
+    config = settings.load(overrides=printed).config
     found = checks.check_training(config.policy, config.training)
     assert [check.level for check in found] == levels
 
 
-def test_plan_shows_the_defaults_that_a_run_takes(models, capsys):
+def test_plan_shows_the_defaults_of_a_run(models, capsys):
     assert cli.run(["plan", str(models / "real"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    found = {each["name"]: each["defaults"] for each in told["choices"]}
+    result = json.loads(capsys.readouterr().out)
+    found = {each["name"]: each["defaults"] for each in result["choices"]}
     assert found["all weights"] == {"learning_rate": 1e-6, "max_completion_length": 256}
     assert found["LoRA 16"] == {"learning_rate": 1e-5, "max_completion_length": 256}
-    assert told["length"] == 256 + 512
+    assert result["length"] == 256 + 512
 
 
-def test_an_export_states_the_rate_that_was_trained_with(models):
+def test_export_names_the_learning_rate(models):
     config = settings.load(overrides=[f"policy.model={models / 'real'}"]).config
     terms = {key: settings.value(config, key) for key in exporting.CARD_SETTINGS}
     assert terms["training.learning_rate"] == 1e-6
 
 
-def test_a_template_uncommented_names_other_models_values():
+def test_template_names_values_of_other_models():
     line = next(line for line in settings.template().splitlines() if "learning_rate" in line)
     assert line == "# learning_rate = 0.0003  # another model: 1e-06, an adapter of one: 1e-05"

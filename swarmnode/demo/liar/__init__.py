@@ -3,7 +3,6 @@
     author     an author with a key that signs valid groups of rollouts
     frames     hostile groups: malformed, stolen, forged or oversized, each with the reason for
                which an honest node rejects it
-    episodes   forged episodes, each with the reason for which an honest node rejects it
     weights    a partner for averaging that sends no weights, or weights that are not finite,
                scaled, negated or of another shape
     listings   a holder that lists hostile groups as the most useful ones, and serves them

@@ -7,18 +7,16 @@ frame = author.frame(author.group(sequence=7, created=now))
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Sequence
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.rollouts.groups import OwnGroup, join_turns
 from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Codec, Completion, Finish, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Codec, Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
 
 MODEL = b"m" * 32
@@ -69,7 +67,6 @@ class Author:
         created: float,
         *,
         texts: Sequence[str] | None = None,
-        episodes: Sequence[Sequence[str]] | None = None,
         policy_version: int = 0,
         task: TaskRef | None = None,
         packed: bool = True,
@@ -82,11 +79,10 @@ class Author:
         Args:
             created: Unix seconds.
             texts: Texts of the completions; by default `size` texts.
-            episodes: Actions of each episode, for an episode task.
             packed: True to include token ids and log-probabilities.
         """
         task = task or self.task(sequence)
-        if episodes is None and texts is None:
+        if texts is None:
             right = answer(task)
             texts = [right, right, *(f"{right}{i}" for i in range(size - 2))]
         return RolloutGroup(
@@ -97,30 +93,8 @@ class Author:
             created_at=int(created * 1000),
             sequence=sequence,
             sampling=SAMPLING,
-            completions=[completion(text, packed=packed) for text in texts or ()]
-            or [episode(actions, packed=packed) for actions in episodes or ()],
+            completions=[completion(text, packed=packed) for text in texts],
         )
-
-    def own_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """Return the group of `group` as the trainer sends it to the network process."""
-        group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
-        rewards = [float(each.text == answer(group.task)) for each in group.completions]
-        return OwnGroup(
-            group.task,
-            group.policy_version,
-            group.sequence,
-            group.sampling,
-            group.completions,
-            rewards,
-        )
-
-    def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """Return a group of about 125 KB. Seven of its texts have 12,000 random characters."""
-        rng = random.Random(sequence)
-        texts = [
-            "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)
-        ]
-        return self.own_group(sequence, texts=[answer(self.task(sequence)), *texts], **kwargs)
 
     def frame(self, message: msgspec.Struct, swarm: bytes | None = None) -> bytes:
         """Sign a message, and compress it if that makes it shorter."""
@@ -151,27 +125,6 @@ def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Comp
         finish="eos",
         token_ids=ids_,
         logprobs=logprobs,
-    )
-
-
-def episode(
-    actions: Sequence[str], *, finish: Finish = "eos", packed: bool = True, logprob: float = -0.5
-) -> Completion:
-    """Return an episode with these actions. Each action has one token per character, at least one.
-
-    Args:
-        logprob: Log-probability of each token, nats.
-    """
-    parts = [completion(text, packed=packed, logprob=logprob) for text in actions]
-    text, turns = join_turns([part.text for part in parts], [part.tokens for part in parts])
-    return Completion(
-        text=text,
-        tokens=sum(part.tokens for part in parts),
-        logprob=sum(part.logprob for part in parts),
-        finish=finish,
-        token_ids=b"".join(part.token_ids for part in parts),
-        logprobs=b"".join(part.logprobs for part in parts),
-        turns=turns,
     )
 
 

@@ -181,7 +181,7 @@ def test_doctor_reports_a_newer_directory(node, capsys):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
     assert run("doctor --json", node) == 69
     (check,) = json.loads(capsys.readouterr().out)["checks"]
-    assert "belongs to a newer version" in check["what"]
+    assert "belongs to a newer version" in check["text"]
 
 
 def test_a_directory_states_its_format(node, capsys):

@@ -42,8 +42,8 @@ def test_run_ends_at_the_first_start_of_the_trainer(broken, tmp_path):
     assert result.stderr.endswith(f"{line}\n")
     assert "libcudart.so.13: cannot open shared object file" in line
     assert "pip install --force-reinstall torch" in line
-    processes = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())["processes"]
-    assert processes["trainer"]["restarts"] == 0
+    written = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())
+    assert written["restarts"]["trainer"] == 0
 
 
 def test_run_ends_at_once_on_an_unsuited_processor(broken, tmp_path):
@@ -53,8 +53,8 @@ def test_run_ends_at_once_on_an_unsuited_processor(broken, tmp_path):
     (line,) = plain(result.stderr)
     assert "SIGILL" in line
     assert "processor" in line
-    processes = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())["processes"]
-    assert processes["trainer"]["restarts"] == 0
+    written = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())
+    assert written["restarts"]["trainer"] == 0
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_doctor_advises_to_install_torch_again(broken, tmp_path):
         check for check in json.loads(result.stdout)["checks"] if check["name"] == "device"
     ]
     assert result.returncode == 69
-    assert "libcudart.so.13" in device["what"]
-    assert "pip install --force-reinstall torch" in device["todo"]
+    assert "libcudart.so.13" in device["text"]
+    assert "pip install --force-reinstall torch" in device["remedy"]
 
 
 def test_join_reports_the_unreachable_peer_before_torch(broken, tmp_path):

@@ -381,7 +381,7 @@ def test_an_invalid_stage_capacity_is_one_line(text, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_crew_on_an_episode_task_does_not_start_and_says_what_to_do(tmp_path, capsys):
+def test_crew_on_an_episode_task_does_not_start(tmp_path, capsys):
     asked = ['task.names=["gym/FrozenLake-v1"]', "stages.mode=always", f"node.data_dir={tmp_path}"]
     assert cli.run(["run", *(f"--set={each}" for each in asked)]) == 78
     (line,) = capsys.readouterr().err.splitlines()

@@ -147,7 +147,7 @@ def test_invalid_values_are_not_saved(tmp_path, places, capsys, setting):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert setting.partition("=")[0] in error
-    assert not settings.kept_file(tmp_path).exists()
+    assert not settings.saved_file(tmp_path).exists()
 
 
 @pytest.mark.parametrize("setting", GOOD)
@@ -169,10 +169,10 @@ def test_valid_values_are_saved(tmp_path, places, setting):
 )
 def test_conflicting_values_are_not_saved(tmp_path, capsys, first, second):
     assert cli.run(["config", "set", first, "-d", str(tmp_path)]) == 0
-    kept = settings.kept_file(tmp_path).read_text()
+    kept = settings.saved_file(tmp_path).read_text()
     assert cli.run(["config", "set", second, "-d", str(tmp_path)]) == 78
     assert capsys.readouterr().err.count("\n") == 1
-    assert settings.kept_file(tmp_path).read_text() == kept
+    assert settings.saved_file(tmp_path).read_text() == kept
 
 
 def test_a_missing_tracker_is_refused(tmp_path, monkeypatch, capsys):

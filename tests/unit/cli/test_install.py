@@ -84,7 +84,7 @@ def test_doctor_names_what_to_install(base, tmp_path):
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 69
     assert checks["device"]["level"] == "fail"
-    assert install_command("train") in checks["device"]["todo"]
+    assert install_command("train") in checks["device"]["remedy"]
     assert checks["data directory"]["level"] == "ok"
 
 

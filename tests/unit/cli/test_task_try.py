@@ -70,7 +70,7 @@ def game_options(options):
 def test_plays_an_episode_by_hand(game_options, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("open\nsesame\n"))
     assert cli.run(["task", "try", GAME, *game_options]) == 0
-    shown = "Say the word.\n> Closed.\ufffd\n> Open.\n1. training: 2 turns, reward 1\n"
+    shown = "Say the word.\n> Closed.⟨U+202E⟩\n> Open.\n1. training: 2 turns, reward 1\n"
     assert capsys.readouterr().out == shown
 
 

@@ -61,29 +61,29 @@ async def controlled(data_dir, machine=None, rest_when=(), trains=True):
         os.close(lock)
 
 
-async def said(*arguments):
+async def run_command(*arguments):
     """Run a command meanwhile; returns its exit code."""
     return await trio.to_thread.run_sync(cli.run, [str(argument) for argument in arguments])
 
 
 async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
     async with controlled(tmp_path):
-        assert await said("pause", "-d", tmp_path) == 0
+        assert await run_command("pause", "-d", tmp_path) == 0
         assert pauses.read(tmp_path).keys() == {"owner"}
         assert (
             last_line(capsys)
             == "the node pauses after the current step; `swarmnode resume` continues training"
         )
-        assert await said("pause", "-d", tmp_path) == 0
+        assert await run_command("pause", "-d", tmp_path) == 0
         assert "the node is already paused, since 20" in capsys.readouterr().out
         assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
         assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     async with controlled(tmp_path):  # the node was started again
         assert pauses.read(tmp_path).keys() == {"owner"}
-        assert await said("resume", "-d", tmp_path, "--json") == 0
+        assert await run_command("resume", "-d", tmp_path, "--json") == 0
         assert json.loads(last_line(capsys)) == {"changed": True, "paused": {}}
         assert pauses.read(tmp_path) == {}
-        assert await said("resume", "-d", tmp_path) == 0
+        assert await run_command("resume", "-d", tmp_path) == 0
         assert last_line(capsys) == "the node was not paused"
 
 
@@ -99,7 +99,7 @@ async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
         codes = []
 
         async def finish():
-            codes.append(await said("finish", "-d", tmp_path))
+            codes.append(await run_command("finish", "-d", tmp_path))
 
         async with controlled(tmp_path) as finished:
             nursery.start_soon(finish)
@@ -120,7 +120,7 @@ async def test_client_of_finish_may_leave_early(tmp_path):
                 assert b"changed" in await client.recv(4096)
         assert finished.is_set()
         await until(lambda: psutil.Process().num_fds() == before)
-        assert await said("pause", "-d", tmp_path) == 0, "others are heard"
+        assert await run_command("pause", "-d", tmp_path) == 0, "the socket still serves"
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "finish"])
@@ -128,11 +128,11 @@ def test_command_without_a_node_is_one_line(tmp_path, capsys, command):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "none", tmp_path / "file", tmp_path):
         assert cli.run([command, "-d", str(directory)]) == 69
-        said = capsys.readouterr().err
-        assert said.startswith(
+        printed = capsys.readouterr().err
+        assert printed.startswith(
             f"swarmnode: no node is running in {directory}: name its directory with -d"
         )
-        assert said.count("\n") == 1
+        assert printed.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert cli.run([command, "now"]) == 2
 
@@ -147,7 +147,7 @@ def test_node_without_control_socket_has_its_own_error(tmp_path, capsys, monkeyp
 
 async def test_a_bootstrap_node_has_nothing_to_pause(tmp_path, capsys):
     async with controlled(tmp_path, trains=False):
-        assert await said("pause", "-d", tmp_path) == 69
+        assert await run_command("pause", "-d", tmp_path) == 69
     assert "has no trainer, so there is nothing to pause" in capsys.readouterr().err
     assert pauses.read(tmp_path) == {}
 
@@ -161,16 +161,16 @@ async def test_invalid_request_changes_nothing(tmp_path, sent):
             client.shutdown(socket.SHUT_WR)
             answer = await client.recv(4096)
         assert b"not a request" in answer
-        assert await said("pause", "-d", tmp_path) == 0
+        assert await run_command("pause", "-d", tmp_path) == 0
 
 
-async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypatch):
+async def test_pause_that_cannot_be_saved_is_refused(tmp_path, capsys, monkeypatch):
     async with controlled(tmp_path):
         monkeypatch.setattr(pauses, "write_atomically", full)
-        assert await said("pause", "-d", tmp_path) == 69
+        assert await run_command("pause", "-d", tmp_path) == 69
         assert "cannot save the pause: No space left on device" in capsys.readouterr().err
         monkeypatch.undo()
-        assert await said("resume", "-d", tmp_path) == 0
+        assert await run_command("resume", "-d", tmp_path) == 0
     assert last_line(capsys) == "the node was not paused"
 
 
@@ -183,7 +183,7 @@ async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
             "write_atomically",
             lambda *how: (threading.Event().wait(6 * control.REQUEST_TIMEOUT_SECONDS), kept(*how)),
         )
-        assert await said("pause", "-d", tmp_path) == 0
+        assert await run_command("pause", "-d", tmp_path) == 0
     assert (
         last_line(capsys)
         == "the node pauses after the current step; `swarmnode resume` continues training"
@@ -208,9 +208,9 @@ async def test_resume_reports_remaining_reasons(tmp_path, capsys):
     machine.battery = True
     async with controlled(tmp_path, machine, ["battery"]):
         await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
-        await said("pause", "-d", tmp_path)
+        await run_command("pause", "-d", tmp_path)
         capsys.readouterr()
-        assert await said("resume", "-d", tmp_path) == 0
+        assert await run_command("resume", "-d", tmp_path) == 0
     assert (
         last_line(capsys)
         == "your pause is lifted, but training stays paused: the machine runs on battery"
@@ -240,16 +240,16 @@ def test_busy_machine_pauses_for_five_minutes():
     assert CALM_SECONDS < 5 * (last - 12) < CALM_SECONDS + 120
 
 
-def test_a_moment_of_load_is_no_reason():
+def test_short_load_does_not_pause():
     assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
 @given(st.lists(st.floats(0, 1), max_size=50))
-def test_the_mean_stays_a_share(shares):
+def test_mean_load_stays_between_0_and_1(shares):
     assert all(0 <= state.mean <= 1 for state in loads(shares))
 
 
-def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
+def test_own_cpu_time_is_not_load_of_others(monkeypatch):
     times = [SimpleNamespace(user=seconds, system=1.0, idle=seconds) for seconds in (100.0, 108.0)]
     monkeypatch.setattr(psutil, "cpu_times", lambda: times[0])
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
@@ -280,9 +280,9 @@ def test_invalid_pause_file_pauses_nothing(tmp_path, text):
 
 def test_the_file_is_read_once_a_second(tmp_path):
     now = [0.0]
-    told = pauses.PauseFlags(tmp_path, lambda: now[0])
-    assert told() == ()
+    flags = pauses.PauseFlags(tmp_path, lambda: now[0])
+    assert flags() == ()
     pauses.write(tmp_path, {"busy": 1.0, "owner": 2.0})
-    assert told() == ()
+    assert flags() == ()
     now[0] = 1.0
-    assert told() == ("owner", "busy")
+    assert flags() == ("owner", "busy")

@@ -17,7 +17,6 @@ from swarmnode.link.messages import Hello
 from swarmnode.observe.collector import MAX_SERIES, make_registry
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p import identity
@@ -91,7 +90,6 @@ class Node:
             summaries,
             meter,
             SupervisorWatch(directory / "supervisor.json"),
-            LogRing(),
             TrainerWatch(),
             rollouts=self.exchange,
         )

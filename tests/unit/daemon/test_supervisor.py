@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -31,7 +30,6 @@ CHILD = textwrap.dedent("""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     {body}
 """)
-SPIN = "import time; end = time.monotonic() + 120\nwhile time.monotonic() < end: pass"
 FOREVER = "while True: progress('training', 0.01); time.sleep(0.02)"
 
 
@@ -61,21 +59,22 @@ def node(tmp_path, monkeypatch):
     build.pids = pids
     build.statistics = lambda: json.loads(
         (tmp_path / "data" / "run" / "supervisor.json").read_text()
-    )["processes"]
+    )
     return build
 
 
-async def test_kill_minus_nine_of_one_child_restarts_it_alone(node):
+async def test_killed_child_is_restarted_alone(node):
     supervisor = node()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer") and node.pids("network"))
         os.kill(node.pids("trainer")[0], signal.SIGKILL)
         await until(lambda: len(node.pids("trainer")) == 2)
-        await until(lambda: node.statistics()["trainer"]["recovery_seconds"])
+        await until(lambda: node.statistics()["restarts"]["trainer"] == 1)
+        await until(lambda: not node.statistics()["down"])
         os.kill(os.getpid(), signal.SIGTERM)
     assert len(node.pids("network")) == 1
-    assert node.statistics()["trainer"]["restarts"] == 1
+    assert node.statistics()["restarts"]["trainer"] == 1
 
 
 CRASHES = """progress('training', 0.01)
@@ -90,7 +89,7 @@ CRASHES = """progress('training', 0.01)
     sys.exit(1)"""
 
 
-async def test_a_child_that_repeats_its_exception_ends_the_node(node, monkeypatch):
+async def test_repeated_exception_of_a_child_ends_the_node(node, monkeypatch):
     monkeypatch.setattr("swarmnode.daemon.watchdog.BACKOFF_SECONDS", 0.01)
     assert await node(trainer=CRASHES).run() == 70
     assert len(node.pids("trainer")) == 3
@@ -103,40 +102,7 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
         nursery.start_soon(supervisor.run)
         await until(lambda: len(node.pids("trainer")) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert node.statistics()["trainer"]["stalls"] >= 1
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
-)
-async def test_starved_child_is_not_stalled(node):
-    """A quarter second of work between progress lines takes a second beside three other processes;
-    half a second of silence counts as a stall."""
-    processor = min(os.sched_getaffinity(0))
-    others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]  # noqa: ASYNC220
-    try:
-        for other in others:
-            os.sched_setaffinity(other.pid, {processor})
-        work = (
-            "progress('training', 0.01); began = time.process_time()\n    while time.process_time()"
-            " - began < 0.25: pass"
-        )
-        with trio.fail_after(120):
-            assert (
-                await node(
-                    trainer=(
-                        f"os.sched_setaffinity(0, {{{processor}}})\nfor _ in range(4):\n   "
-                        f" {work}\nsys.exit(0)"
-                    )
-                ).run()
-                == 0
-            )
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert node.statistics()["trainer"]["stalls"] == 0
-    assert len(node.pids("trainer")) == 1
+    assert node.statistics()["stalls"]["trainer"] >= 1
 
 
 async def test_a_finished_trainer_ends_the_node_with_zero(node):
@@ -168,9 +134,7 @@ async def test_a_second_signal_aborts_a_drain_that_hangs(node):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         await until(lambda: node.pids("trainer"))
-        await until(
-            lambda: supervisor._children["trainer"].watchdog.statistics().status == "training"
-        )
+        await until(lambda: supervisor._children["trainer"].watchdog.status == "training")
         os.kill(os.getpid(), signal.SIGTERM)
         await until(supervisor._stopping.is_set)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -319,8 +283,8 @@ FIRST_ONLY = (
 
 async def down(node, name="trainer"):
     """Return why a process is down, once it is."""
-    await until(lambda: node.statistics()[name]["down"])
-    return node.statistics()[name]["down"]
+    await until(lambda: name in node.statistics()["down"])
+    return node.statistics()["down"][name]
 
 
 async def test_down_reason_is_the_last_logged_error(node, tmp_path):
@@ -346,7 +310,7 @@ async def test_a_process_that_hung_did_not_crash(node):
 
 
 @pytest.mark.parametrize(
-    ("code", "last", "said"),
+    ("code", "last", "expected"),
     [
         (1, "crashed error=KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
         (-9, "", "killed by SIGKILL; unless someone killed it, the machine ran out of memory"),
@@ -354,5 +318,5 @@ async def test_a_process_that_hung_did_not_crash(node):
         (0, "old", "finished"),
     ],
 )
-def test_how_a_process_ended_is_one_line(code, last, said):
-    assert describe_exit(code, last) == said
+def test_exit_is_described_in_one_line(code, last, expected):
+    assert describe_exit(code, last) == expected

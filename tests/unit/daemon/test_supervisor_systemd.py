@@ -23,7 +23,7 @@ class Manager:
         self.socket.bind(path)
         self.socket.setblocking(False)
 
-    def heard(self):
+    def received(self):
         lines = []
         while True:
             try:
@@ -47,76 +47,76 @@ def notifier(tmp_path, manager):
 
 
 def test_ready_is_sent_once_after_loading(notifier, manager):
-    notifier.beat({"network": "serving", "trainer": "loading torch"}, well=True)
-    assert manager.heard() == [
+    notifier.beat({"network": "serving", "trainer": "loading torch"}, healthy=True)
+    assert manager.received() == [
         "STATUS=network: serving, trainer: loading torch",
         "EXTEND_TIMEOUT_USEC=30000000",
         "WATCHDOG=1",
     ]
-    notifier.beat({"network": "serving", "trainer": "training"}, well=True)
-    assert manager.heard() == [
+    notifier.beat({"network": "serving", "trainer": "training"}, healthy=True)
+    assert manager.received() == [
         "STATUS=network: serving, trainer: training",
         "READY=1",
         "WATCHDOG=1",
     ]
-    notifier.beat({"network": "serving", "trainer": "training"}, well=True)
-    assert manager.heard() == ["WATCHDOG=1"]
+    notifier.beat({"network": "serving", "trainer": "training"}, healthy=True)
+    assert manager.received() == ["WATCHDOG=1"]
 
 
 def test_bootstrap_node_is_ready_when_serving(notifier, manager):
-    notifier.beat({"network": "serving"}, well=True)
-    assert "READY=1" in manager.heard()
+    notifier.beat({"network": "serving"}, healthy=True)
+    assert "READY=1" in manager.received()
 
 
 def test_restart_does_not_repeat_ready(notifier, manager):
-    notifier.beat({"trainer": "training"}, well=True)
-    manager.heard()
-    notifier.beat({"trainer": "down"}, well=True)
-    notifier.beat({"trainer": "loading"}, well=True)
-    notifier.beat({"trainer": "training"}, well=True)
-    heard = manager.heard()
-    assert "READY=1" not in heard
-    assert not any(line.startswith("EXTEND") for line in heard)
+    notifier.beat({"trainer": "training"}, healthy=True)
+    manager.received()
+    notifier.beat({"trainer": "down"}, healthy=True)
+    notifier.beat({"trainer": "loading"}, healthy=True)
+    notifier.beat({"trainer": "training"}, healthy=True)
+    received = manager.received()
+    assert "READY=1" not in received
+    assert not any(line.startswith("EXTEND") for line in received)
 
 
-def test_a_hang_is_neither_fed_nor_extended(notifier, manager):
-    notifier.beat({"trainer": "loading"}, well=False)
-    assert manager.heard() == ["STATUS=trainer: loading"]
+def test_hanging_process_sends_no_watchdog_beat(notifier, manager):
+    notifier.beat({"trainer": "loading"}, healthy=False)
+    assert manager.received() == ["STATUS=trainer: loading"]
 
 
-def test_the_drain_asks_for_its_time(notifier, manager):
+def test_drain_extends_the_stop_timeout(notifier, manager):
     notifier.stopping(20.0)
-    assert manager.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=50000000"]
+    assert manager.received() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=50000000"]
 
 
-def test_without_systemd_nothing_is_sent(tmp_path, notifier, manager):
-    Notifier({}).beat({"trainer": "training"}, well=True)
+def test_sends_nothing_without_systemd(tmp_path, notifier, manager):
+    Notifier({}).beat({"trainer": "training"}, healthy=True)
     manager.socket.close()
     (tmp_path / "notify").unlink()
-    notifier.beat({"trainer": "training"}, well=True)
+    notifier.beat({"trainer": "training"}, healthy=True)
 
 
 def test_unsent_status_is_sent_again(notifier, manager):
     while notifier._send("WATCHDOG=1"):
-        pass  # nobody reads: the socket holds a handful
-    notifier.beat({"network": "serving"}, well=True)
-    manager.heard()
-    notifier.beat({"network": "serving"}, well=True)
-    assert manager.heard() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
+        pass  # without a reader the socket holds only a few messages
+    notifier.beat({"network": "serving"}, healthy=True)
+    manager.received()
+    notifier.beat({"network": "serving"}, healthy=True)
+    assert manager.received() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
 
 
-def test_children_inherit_nothing_of_it():
+def test_children_do_not_inherit_notify_socket():
     environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "7", "PATH": "/bin"}
     Notifier(environment)._socket.close()
     assert environment == {"PATH": "/bin"}
 
 
-def test_an_abstract_socket_is_reached():
+def test_sends_to_an_abstract_socket():
     name = f"\0swarmnode-test-{os.getpid()}"
     manager = Manager(name)
     notifier = Notifier({"NOTIFY_SOCKET": "@" + name[1:]})
-    notifier.beat({"network": "serving"}, well=True)
-    assert "READY=1" in manager.heard()
+    notifier.beat({"network": "serving"}, healthy=True)
+    assert "READY=1" in manager.received()
     manager.socket.close()
     notifier._socket.close()
 
@@ -142,16 +142,16 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
         config.model_dump_json,
         {"network": "notified_child"},
     )
-    heard = []
+    received = []
     with trio.fail_after(120):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervisor.run)
-            while heard.count("WATCHDOG=1") < 3 or "READY=1" not in heard:
-                heard += manager.heard()
+            while received.count("WATCHDOG=1") < 3 or "READY=1" not in received:
+                received += manager.received()
                 await trio.sleep(0.02)
             os.kill(os.getpid(), signal.SIGTERM)
-    heard += manager.heard()
-    assert heard.index("READY=1") < heard.index("STOPPING=1")
+    received += manager.received()
+    assert received.index("READY=1") < received.index("STOPPING=1")
     assert "NOTIFY_SOCKET" not in os.environ
 
 

@@ -123,7 +123,7 @@ def test_a_file_gets_one_finding_per_line():
         (1, False, "down"),
     ],
 )
-def test_a_node_is_down_only_when_its_process_ended(tmp_path, exit_code, answered, phase):
+def test_node_is_down_only_after_its_process_ended(tmp_path, exit_code, answered, phase):
     one = node(tmp_path, "node0")
     one._process = SimpleNamespace(poll=lambda: exit_code)
     one.has_responded = answered

@@ -1,4 +1,4 @@
-"""The support bundle has what helps, and none of the secrets that lie around it."""
+"""The bundle for bug reports contains logs and settings, and none of the node's secrets."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ PASSPHRASE, TOKEN, PASSWORD = 'correct horse "battery"', "hf_" + "Zz9" * 11, "hu
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A data directory full of secrets, whose log has quoted every one of them."""
+    """Return a data directory with secrets, all of which are quoted in its log."""
     directory = tmp_path / "node"
     (directory / "log").mkdir(parents=True)
     identity = load_or_create(directory / "identity.key")
@@ -51,7 +51,7 @@ def node(tmp_path, monkeypatch):
         *(directory / "identity.key").read_text().splitlines()[1:-1],
     ]
     lines = [
-        {"event": f"said {each}", "error": {"what": [each]}, "password": PASSWORD}
+        {"event": f"logged {each}", "error": {"what": [each]}, "password": PASSWORD}
         for each in secrets
         if each != PASSWORD
     ]
@@ -70,7 +70,7 @@ def node(tmp_path, monkeypatch):
 
 
 def unpacked(directory):
-    """File name to text of the one bundle that was written there."""
+    """Return file name → text of the only bundle in a directory."""
     (file,) = directory.glob("swarmnode-bundle-*.tar.gz")
     assert file.stat().st_mode & 0o777 == 0o600
     with tarfile.open(file) as archive:
@@ -80,7 +80,7 @@ def unpacked(directory):
         }
 
 
-def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
+def test_bundle_contains_logs_and_no_secrets(node, tmp_path, capsys):
     directory, secrets, peer = node
     monkey = cli.run(
         [
@@ -96,8 +96,8 @@ def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
         ]
     )
     printed = capsys.readouterr().out
-    told = json.loads(printed)
-    assert told["exit_code"] == monkey
+    result = json.loads(printed)
+    assert result["exit_code"] == monkey
     files = unpacked(tmp_path)
     assert set(files) == {"versions.json", "doctor.json", "config.json", "log/network.jsonl"}
     for name, text in files.items():
@@ -116,14 +116,14 @@ def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
     assert files["log/network.jsonl"].count("\n") == len(secrets) - 1 + 1
 
 
-def test_a_bundle_is_written_when_the_configuration_is_what_is_wrong(node, tmp_path, capsys):
+def test_bundle_is_written_for_an_invalid_configuration(node, tmp_path, capsys):
     directory, _, _ = node
     assert cli.run(["doctor", "--bundle", "-d", str(directory), "--set", "http.prot=0"]) == 78
     assert "unknown key http.prot" in unpacked(tmp_path)["doctor.json"]
-    assert "written: " in capsys.readouterr().out
+    assert "wrote " in capsys.readouterr().out
 
 
-def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):
+def test_bundle_with_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bundle.Redaction, "text", lambda self, text: text)
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 77
     assert (
@@ -132,7 +132,7 @@ def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypat
     assert not list(tmp_path.glob("swarmnode-bundle-*"))
 
 
-def test_where_it_cannot_be_written_is_one_line(node, tmp_path, monkeypatch, capsys):
+def test_unwritable_directory_is_one_line(node, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bundle.time, "strftime", lambda form: "nowhere/b.tar.gz")
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 69
     assert "cannot write" in capsys.readouterr().err

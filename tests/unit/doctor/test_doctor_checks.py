@@ -1,4 +1,4 @@
-"""The judgements: facts in, level and exit code out; every trouble comes with something to do."""
+"""Verdicts from facts: level, exit code and remedy."""
 
 import dataclasses
 
@@ -41,11 +41,13 @@ CPU = DeviceFacts(
 )
 
 
-def test_announces_but_does_not_listen_on_a_nat_address():
-    todo = checks.check_port(
+def test_nat_address_is_announced_not_listened_on():
+    remedy = checks.check_port(
         PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
-    ).todo
-    assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and set network.announce_addrs to this address"
+    ).remedy
+    assert (
+        remedy == "listen on /ip4/0.0.0.0/tcp/4001, and set network.announce_addrs to this address"
+    )
 
 
 def but(facts, **changes):
@@ -57,7 +59,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
 
 
 @pytest.mark.parametrize(
-    ("check", "level", "code", "says"),
+    ("check", "level", "code", "text"),
     [
         (checks.check_directory(DIRECTORY), "ok", 0, "writable"),
         (
@@ -224,11 +226,11 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_config(ConfigFacts(http_host="0.0.0.0")), "warn", 0, "0.0.0.0"),
     ],
 )
-def test_a_fact_is_judged(check, level, code, says):
+def test_judges_each_fact(check, level, code, text):
     assert (check.level, check.exit_code) == (level, code)
-    assert says in check.what
-    assert bool(check.todo) == (level != "ok")
-    assert "\n" not in check.what + check.todo
+    assert text in check.text
+    assert bool(check.remedy) == (level != "ok")
+    assert "\n" not in check.text + check.remedy
 
 
 def bootstrap(*outcomes):
@@ -255,13 +257,13 @@ def test_one_bootstrap_peer_that_answers_is_enough(outcomes, levels, code):
 
 
 def test_a_founder_needs_no_bootstrap_peer():
-    (check,) = checks.check_peers([], itself=True)
-    assert (check.level, check.todo) == ("ok", "")
-    alone = checks.check_peers([PeerFacts("/ip4/1.2.3.4/tcp/1", "unreachable")], itself=True)
+    (check,) = checks.check_peers([], is_bootstrap=True)
+    assert (check.level, check.remedy) == ("ok", "")
+    alone = checks.check_peers([PeerFacts("/ip4/1.2.3.4/tcp/1", "unreachable")], is_bootstrap=True)
     assert [check.level for check in alone] == ["fail"]
 
 
-def test_the_exit_code_is_what_a_person_has_to_mend_first():
+def test_exit_code_is_the_most_severe():
     failed = [Check("a", "fail", "", exit_code=code) for code in (75, 69, 77)]
     assert checks.exit_code(failed) == 77
     assert checks.exit_code([*failed, Check("b", "fail", "", exit_code=78)]) == 78
@@ -269,7 +271,7 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "says"),
+    ("facts", "level", "text"),
     [
         (DialBackFacts("public", "203.0.113.7"), "ok", "peers reach this node at 203.0.113.7"),
         (DialBackFacts("private", "203.0.113.7", 1), "ok", "1 relay serves it"),
@@ -278,24 +280,24 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
         (DialBackFacts(), "ok", "unknown"),
     ],
 )
-def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says):
+def test_distinguishes_dialled_and_relayed_nodes(facts, level, text):
     check = checks.check_dial_back(facts)
     assert check.level == level
-    assert says in check.what
+    assert text in check.text
 
 
 def server_check(rank=16, **facts):
-    told = {"model": "Qwen/Qwen3-4B", "version": "0.32.0", "lora_rank": 16, "context": 4096}
+    result = {"model": "Qwen/Qwen3-4B", "version": "0.32.0", "lora_rank": 16, "context": 4096}
     policy = PolicyConfig(model="Qwen/Qwen3-4B", lora={"r": rank})
-    found = checks.ServerFacts("http://127.0.0.1:8000", "vLLM", **{**told, **facts})
+    found = checks.ServerFacts("http://127.0.0.1:8000", "vLLM", **{**result, **facts})
     return checks.check_server(found, policy, TrainingConfig(max_completion_length=1024))
 
 
-def test_a_server_as_the_node_needs_it_is_said_with_its_model():
+def test_suitable_server_is_shown_with_its_model():
     found = server_check(dtype="bfloat16", logprobs="processed_logprobs")
-    assert (found.level, found.todo) == ("ok", "")
-    assert "vLLM 0.32.0" in found.what
-    assert "Qwen/Qwen3-4B in bfloat16" in found.what
+    assert (found.level, found.remedy) == ("ok", "")
+    assert "vLLM 0.32.0" in found.text
+    assert "Qwen/Qwen3-4B in bfloat16" in found.text
 
 
 @pytest.mark.parametrize(
@@ -309,8 +311,8 @@ def test_a_server_as_the_node_needs_it_is_said_with_its_model():
         ({"context": 1024}, "context of 1024"),
     ],
 )
-def test_a_server_that_was_started_otherwise_is_a_warning_with_the_command(facts, words):
+def test_unsuitable_server_is_a_warning_with_the_remedy(facts, words):
     found = server_check(**facts)
     assert (found.level, found.exit_code) == ("warn", 0)
-    assert words in found.what
-    assert "serve-command" in found.todo
+    assert words in found.text
+    assert "serve-command" in found.remedy

@@ -1,4 +1,4 @@
-"""What is seen of a real directory, socket, key and peer; and the command over all of it."""
+"""Facts from real directories, sockets, keys and peers, and the whole command."""
 
 import http.server
 import json
@@ -39,7 +39,7 @@ CPU = DeviceFacts(
 )
 
 
-def test_a_directory_that_is_not_there_yet_is_judged_by_its_parent(tmp_path):
+def test_missing_directory_is_judged_by_its_parent(tmp_path):
     facts = probes.directory(tmp_path / "a" / "b")
     assert (facts.problem, facts.running_pid) == ("", None)
     assert facts.free_bytes > 0
@@ -51,7 +51,7 @@ def test_a_file_in_the_way_is_a_problem(tmp_path):
     assert "Not a directory" in probes.directory(tmp_path / "file").problem
 
 
-def test_the_node_that_runs_in_a_directory_is_noticed_and_not_disturbed(tmp_path):
+def test_running_node_is_found_and_keeps_its_lock(tmp_path):
     held = lock_data_dir(tmp_path)
     assert probes.directory(tmp_path).running_pid == os.getpid()
     os.close(held)
@@ -59,7 +59,7 @@ def test_the_node_that_runs_in_a_directory_is_noticed_and_not_disturbed(tmp_path
     os.close(lock_data_dir(tmp_path))
 
 
-def test_keys(tmp_path):
+def test_key_states_are_recognised(tmp_path):
     path = tmp_path / "identity.key"
     assert probes.key(path).state == "absent"
     load_or_create(path)
@@ -73,7 +73,7 @@ def test_keys(tmp_path):
 
 
 @pytest.mark.parametrize("passphrase", [None, b"five random words are good"])
-def test_a_nodes_own_peer_id_is_read_from_its_key(tmp_path, passphrase, monkeypatch):
+def test_own_peer_id_is_read_from_the_key(tmp_path, passphrase, monkeypatch):
     assert probes.own_peer(tmp_path) == ""
     identity = load_or_create(tmp_path / "identity.key")
     if passphrase is not None:
@@ -109,7 +109,7 @@ def test_doctor_of_a_founder_does_not_dial_itself(tmp_path, monkeypatch, capsys)
     assert [trial.network.initial_peers for trial in dialled] == [[], [other], []]
 
 
-def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
+def test_used_port_is_own_only_while_the_node_runs(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         listen = [("127.0.0.1", port)]
@@ -122,16 +122,16 @@ def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
     assert probes.ports(listen, HttpConfig(port=0), running=False)[0].problem == ""
 
 
-def test_an_address_of_another_machine_cannot_be_listened_on():
+def test_address_of_another_machine_is_not_local():
     assert "not an address of this machine" in probes.port_problem("192.0.2.1", 4001)
 
 
-def test_the_port_of_the_first_start_is_the_one_that_is_looked_at(tmp_path):
+def test_examines_the_port_of_the_first_start(tmp_path):
     (tmp_path / "port").write_text("4711\n")
     assert probes.listen_addresses(NetworkConfig().listen_addrs, tmp_path) == [("127.0.0.1", 4711)]
 
 
-def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
+def test_clock_behind_own_files_is_detected(tmp_path):
     (tmp_path / "peers.json").touch()
     os.utime(tmp_path / "peers.json", (0, time.time() + 7200))
     facts = probes.clock(
@@ -145,7 +145,7 @@ def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
     assert facts.synchronised in (True, False, None)
 
 
-def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
+def test_running_node_is_queried_over_http(tmp_path):
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -169,14 +169,14 @@ def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
     )
 
 
-def test_only_ports_that_are_known_and_free_are_tried(tmp_path):
+def test_tries_only_known_free_ports(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         addresses = [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}", "/ip6/::1/tcp/0"]
         assert probes.free_ports(probes.listen_addresses(addresses, tmp_path)) == []
     assert probes.free_ports(probes.listen_addresses(addresses, tmp_path)) == addresses[:1]
 
 
-def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
+def test_finds_gpus_on_the_bus_and_the_driver_version(tmp_path):
     for name, kind, vendor in (
         ("0", "0x030200", "0x10de"),
         ("1", "0x020000", "0x10de"),
@@ -197,7 +197,7 @@ def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
     assert probes.nvidia_driver(tmp_path / "absent") == ""
 
 
-def test_a_child_that_dies_or_says_nonsense_is_one_line():
+def test_failed_child_is_one_line():
     with pytest.raises(probes.ChildFailed, match="No module named"):
         probes.child("swarmnode.no_such_module", b"", 30, dict)
 
@@ -212,20 +212,20 @@ def test_the_policy_is_examined_without_its_weights():
     assert examine(PolicyConfig(devices="cuda:7"))["error_code"] == 69
 
 
-def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
-    told = examine(PolicyConfig(devices="cpu"), trial=True)
-    assert "tokens sampled" in told["trial"]
-    assert checks.check_trial(DeviceFacts(**told)).level == "ok"
+def test_trial_reports_missing_model_files(tmp_path):
+    result = examine(PolicyConfig(devices="cpu"), trial=True)
+    assert "tokens sampled" in result["trial"]
+    assert checks.check_trial(DeviceFacts(**result)).level == "ok"
 
     broken = tmp_path / "broken"
     shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
     template = (broken / "chat_template.jinja").read_text()
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
-    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert (told["error_code"], told.get("trial")) == (69, None)
+    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
+    assert (result["error_code"], result.get("trial")) == (69, None)
     assert (
         "the chat template of policy.model fails with this policy.chat: no system prompt"
-        in told["error"]
+        in result["error"]
     )
     assert "trial" not in examine(PolicyConfig(devices="cpu", model=str(broken))), (
         "nobody asked for one"
@@ -238,8 +238,8 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     (broken / "chat_template.jinja").write_text(template)
     spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
     save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
-    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert told["error_code"] == 69
+    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
+    assert result["error_code"] == 69
 
 
 def describe_fails(model):
@@ -248,7 +248,7 @@ def describe_fails(model):
     return str(failed.value)
 
 
-async def test_bootstrap_peers_are_told_apart(tmp_path):
+async def test_distinguishes_outcomes_of_bootstrap_peers(tmp_path):
     """One that answers, one with another key, one that is no peer, one that is not there: each for
     its own reason."""
     async with host(tmp_path / "peer") as network:
@@ -291,10 +291,10 @@ def doctor(*arguments):
     return cli.run(["doctor", *map(str, arguments)])
 
 
-def test_a_fresh_machine_passes_and_stays_as_it_was(tmp_path, on_cpu, capsys):
+def test_fresh_machine_passes_and_is_not_changed(tmp_path, on_cpu, capsys):
     assert doctor("--data-dir", tmp_path / "new", "--set", "http.port=0", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["exit_code"] == 0
     assert {
         "configuration",
         "data directory",
@@ -306,22 +306,22 @@ def test_a_fresh_machine_passes_and_stays_as_it_was(tmp_path, on_cpu, capsys):
         "bootstrap",
         "device",
         "model",
-    } <= {check["name"] for check in told["checks"]}
+    } <= {check["name"] for check in result["checks"]}
     assert not (tmp_path / "new").exists()
 
 
-def test_a_wrong_configuration_is_the_only_thing_that_is_said(tmp_path, capsys):
+def test_invalid_configuration_is_the_only_check(tmp_path, capsys):
     assert doctor("--data-dir", tmp_path, "--set", "http.prot=1") == 78
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("FAIL  configuration: command line: unknown key http.prot")
     assert len(printed) == 2
 
 
-def test_a_task_that_does_not_exist_is_a_wrong_configuration(tmp_path, capsys):
+def test_unknown_task_is_an_invalid_configuration(tmp_path, capsys):
     assert doctor("--data-dir", tmp_path, "--set", 'task.names=["rg/no_such"]') == 78
 
 
-def test_a_crew_says_in_one_line_that_it_does_not_play_episodes(tmp_path, capsys):
+def test_crew_with_an_episode_task_is_one_line(tmp_path, capsys):
     settings = ('task.names=["gym/FrozenLake-v1"]', "stages.mode=always")
     assert doctor("--data-dir", tmp_path, "--set", settings[0], "--set", settings[1]) == 78
     (line, _) = capsys.readouterr().out.splitlines()
@@ -329,14 +329,14 @@ def test_a_crew_says_in_one_line_that_it_does_not_play_episodes(tmp_path, capsys
     assert line.endswith("leave the task out, or set stages.mode to off")
 
 
-def test_a_loose_key_ends_it_as_it_would_end_the_node(tmp_path, on_cpu, capsys):
+def test_readable_key_has_the_exit_code_of_the_node(tmp_path, on_cpu, capsys):
     load_or_create(tmp_path / "identity.key")
     (tmp_path / "identity.key").chmod(0o640)
     assert doctor("--data-dir", tmp_path, "--set", "http.port=0") == 77
     assert f"chmod 600 {tmp_path / 'identity.key'}" in capsys.readouterr().out
 
 
-def test_neither_torch_nor_libp2p_is_loaded_for_it():
+def test_doctor_loads_neither_torch_nor_libp2p():
     code = (
         "import sys, swarmnode.doctor.command, swarmnode.swarm.export; "
         "print([name for name in ('torch', 'transformers', 'libp2p') if name in sys.modules])"
@@ -359,7 +359,7 @@ esac
 """
 
 
-def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch, capsys):
+def test_driver_lists_cards_and_their_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probes.driver_cards() == [], "no driver"
     program = tmp_path / "nvidia-smi"
@@ -370,9 +370,9 @@ def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch, capsys)
         "card 1 NVIDIA H100, 500 of 81559 MiB free, process 4711 holds 80000 MiB",
     ]
     assert cli.run(["plan", "embedded"]) == 0
-    told = capsys.readouterr().out
-    assert "GPUs of this machine:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
-    assert "each GPU holds a copy" in told
+    result = capsys.readouterr().out
+    assert "GPUs of this machine:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in result
+    assert "each GPU holds a copy" in result
     program.write_text("#!/bin/sh\nexit 9\n")
     assert probes.driver_cards() == []
 
@@ -381,7 +381,7 @@ def test_doctor_names_ranks_and_cards():
     found = examine(PolicyConfig(devices=2))
     assert found["cards"] == ["2 ranks: cpu, cpu"]
     assert examine(PolicyConfig(devices="cpu"))["cards"] == []
-    told = checks.check_device(
+    result = checks.check_device(
         DeviceFacts(torch="2", placement="cuda:0, bfloat16: configured", cards=["cuda:0 Big"])
     )
-    assert told.what.endswith("configured; cuda:0 Big")
+    assert result.text.endswith("configured; cuda:0 Big")

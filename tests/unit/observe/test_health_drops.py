@@ -1,4 +1,4 @@
-"""What vanishes is a trouble: the page, `swarmnode status` and /status show it."""
+"""Mostly dropped items are reported on the page, by `swarmnode status` and in /status."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def dropping(kind: str, counts: DropCounts) -> NodeSnapshot:
 
 
 def row(kind: str, **since: int) -> NodeSnapshot:
-    """Only the latest of many were dropped."""
+    """Return an example in which only the newest items were dropped."""
     return dropping(kind, DropCounts(10_000, since, since))
 
 
-def test_a_policy_that_never_changes_is_a_trouble() -> None:
+def test_unchanged_policy_is_reported() -> None:
     assert troubles(row("update", not_finite=4)) == []
     assert troubles(row("update", not_finite=5)) == [
         "the policy has not changed for 5 steps: the gradient is not finite"
@@ -38,7 +38,7 @@ def test_a_policy_that_never_changes_is_a_trouble() -> None:
     assert "no group had an advantage" in mixed
 
 
-def test_a_node_with_a_trouble_is_not_shown_as_ready() -> None:
+def test_node_with_a_problem_is_not_shown_as_ready() -> None:
     s = row("update", not_finite=5)
     status = {
         "snapshot": msgspec.to_builtins(s),
@@ -52,7 +52,7 @@ def test_a_node_with_a_trouble_is_not_shown_as_ready() -> None:
 
 
 @pytest.mark.parametrize("reason", ["special_ids", "not_scored", "charset"])
-def test_no_group_shared_beside_peers_is_a_trouble(reason: str) -> None:
+def test_no_shared_group_with_peers_is_reported(reason: str) -> None:
     peers = example().network.peers.connected
     assert troubles(row("group", **{reason: 19})) == []
     (found,) = troubles(row("group", **{reason: 20}))
@@ -60,14 +60,14 @@ def test_no_group_shared_beside_peers_is_a_trouble(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["invalid", "oversize", "no_policy", "failed", "rate"])
-def test_no_group_published_beside_peers_is_a_trouble(reason: str) -> None:
+def test_no_published_group_with_peers_is_reported(reason: str) -> None:
     s = example()
     kept = replace(s.rollouts, unpublished_since={reason: 20})
     (found,) = troubles(replace(s, rollouts=kept))
     assert "was shared" in found
 
 
-def test_groups_that_say_nothing_may_stay_longer() -> None:
+def test_groups_without_advantage_are_reported_later() -> None:
     s = example()
     silent = lambda count: replace(
         s, rollouts=replace(s.rollouts, unpublished_since={"zero_advantage": count})
@@ -76,7 +76,7 @@ def test_groups_that_say_nothing_may_stay_longer() -> None:
     assert "all rewards of a group are equal" in troubles(silent(200))[0]
 
 
-def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
+def test_lone_or_paused_node_reports_no_unshared_groups() -> None:
     s = row("group", special_ids=500)
     alone = replace(
         s, network=replace(s.network, peers=replace(s.network.peers, connected=0, known=0))
@@ -99,7 +99,7 @@ def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
         ("message", "link_full"),
     ],
 )
-def test_most_dropped_for_a_fault_is_a_trouble(kind: str, reason: str) -> None:
+def test_mostly_dropped_for_a_fault_is_reported(kind: str, reason: str) -> None:
     most, half = DropCounts(19, {reason: 20}), DropCounts(20, {reason: 20})
     (found,) = troubles(dropping(kind, most))
     assert "20 of 39" in found
@@ -110,11 +110,11 @@ def test_most_dropped_for_a_fault_is_a_trouble(kind: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"), [("update", "no_signal"), ("completion", "cut"), ("update", "overflow")]
 )
-def test_most_dropped_by_design_is_no_trouble(kind: str, reason: str) -> None:
+def test_mostly_dropped_by_design_is_not_reported(kind: str, reason: str) -> None:
     assert troubles(dropping(kind, DropCounts(1, {reason: 1000}))) == []
 
 
-def test_most_groups_of_peers_refused_is_a_trouble() -> None:
+def test_mostly_refused_groups_of_peers_are_reported() -> None:
     s = example()
     judged = {"used": 1, "untokenizable": 57}
     (found,) = troubles(replace(s, rollouts=replace(s.rollouts, judged=judged)))
@@ -122,14 +122,14 @@ def test_most_groups_of_peers_refused_is_a_trouble() -> None:
 
 
 @pytest.mark.parametrize("reason", ["too_long", "outdated", "future", "scorer", "no_ids"])
-def test_most_groups_from_peers_ignored_is_a_trouble(reason: str) -> None:
+def test_mostly_ignored_groups_of_peers_are_reported(reason: str) -> None:
     s = example()
     admission = replace(s.rollouts.admission, admitted=9, ignored={reason: 50, "duplicate": 500})
     (found,) = troubles(replace(s, rollouts=replace(s.rollouts, admission=admission)))
     assert found.startswith("most groups from peers are ignored, 50 of 59")
 
 
-def test_duplicates_and_a_full_pool_are_daily_life() -> None:
+def test_duplicates_and_a_full_pool_are_not_reported() -> None:
     s = example()
     ignored = {"duplicate": 5000, "rate": 500, "busy": 100, "pool_full": 900}
     admission = replace(s.rollouts.admission, admitted=9, ignored=ignored)

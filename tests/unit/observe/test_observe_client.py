@@ -1,4 +1,4 @@
-"""`status`, `top` and `doctor` against a server that is anybody's."""
+"""`status`, `top` and `doctor` against a hostile server."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def drip(first: bytes, again: bytes) -> Script:
     ],
     ids=["silent", "status line", "header", "headers", "body", "chunks", "continue"],
 )
-def test_a_server_that_drips_is_given_up_at_the_deadline(script) -> None:
+def test_slow_server_times_out(script) -> None:
     with serving(script) as place, pytest.raises(Unavailable, match="no complete answer"):
         client.fetch_status(place, 1, seconds=0.5)
 
 
-def test_a_body_without_end_is_given_up() -> None:
+def test_endless_body_is_refused() -> None:
     def endless(to: socket.socket) -> None:
         to.sendall(HEAD + b"\r\n")
         while True:
@@ -108,7 +108,7 @@ def test_a_body_without_end_is_given_up() -> None:
     ],
     ids=lambda head: repr(head[:30]),
 )
-def test_what_is_no_answer_is_one_plain_line(head, capsys) -> None:
+def test_invalid_answer_is_one_line(head, capsys) -> None:
     with serving(lambda to: to.sendall(head)) as place:
         for command in (["status"], ["status", "--json"], ["top"]):
             assert cli.run([*command, "--url", place.url]) == Unavailable.exit_code
@@ -139,13 +139,13 @@ def test_what_is_no_answer_is_one_plain_line(head, capsys) -> None:
     ],
     ids=lambda body: repr(body[:40]),
 )
-def test_json_of_another_form_is_one_plain_line(body, capsys) -> None:
+def test_other_json_is_one_line(body, capsys) -> None:
     with serving(whole(body)) as place:
         assert cli.run(["status", "--url", place.url]) == Unavailable.exit_code
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def told() -> dict[str, Any]:
+def example_status() -> dict[str, Any]:
     history = History()
     for second in range(60):
         history.add(example_at(float(second)))
@@ -164,8 +164,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 WRONG = [None, MOVES, "\U000e0041[bold]x[/]", 10**400, 1e308, -1, True, [], {}, [MOVES], {MOVES: 1}]
 
 
-def test_any_wrong_value_is_drawn_inert_or_refused() -> None:
-    status, draw = told(), random.Random(39)
+def test_wrong_values_are_escaped_or_refused() -> None:
+    status, draw = example_status(), random.Random(39)
     every = list(places(status))
     shown = refused = 0
     for path in draw.sample(every, 400):
@@ -192,8 +192,8 @@ def test_any_wrong_value_is_drawn_inert_or_refused() -> None:
     assert refused
 
 
-def test_every_shown_text_is_inert(capsys) -> None:
-    """Each string of the answer at once, so that none is drawn as it came."""
+def test_every_shown_text_is_escaped(capsys) -> None:
+    """All strings of the answer are hostile at once."""
 
     def hostile(value: Any) -> Any:
         if isinstance(value, dict):
@@ -202,7 +202,7 @@ def test_every_shown_text_is_inert(capsys) -> None:
             return [hostile(each) for each in value]
         return f"{value[:3]}{MOVES}[red]" if isinstance(value, str) else value
 
-    with serving(whole(json.dumps(hostile(told())).encode())) as place:
+    with serving(whole(json.dumps(hostile(example_status())).encode())) as place:
         assert cli.run(["status", "--url", place.url]) == 0
         assert cli.run(["status", "--json", "--url", place.url]) == 0
     shown = capsys.readouterr().out
@@ -210,14 +210,14 @@ def test_every_shown_text_is_inert(capsys) -> None:
     assert all(character.isprintable() or character in "\n\u202f" for character in shown)
 
 
-def test_names_of_another_form_are_left_out() -> None:
+def test_invalid_names_are_skipped() -> None:
     assert names_of({}) == names_of({"swarm": []}) == names_of({"swarm": {"rows": 3}}) == {}
     rows = [{"peer": "a", "name": "b"}, {"peer": 1, "name": "b"}, {"peer": "c"}, 7, {"name": None}]
     assert names_of({"swarm": {"rows": rows}}) == {"a": "b"}
 
 
-def test_another_node_than_meant_is_refused() -> None:
-    with serving(whole(json.dumps(told()).encode())) as place:
+def test_unexpected_node_is_refused() -> None:
+    with serving(whole(json.dumps(example_status()).encode())) as place:
         assert fetch(NodeAddress(place.url, example().node.peer))["ready"]["ok"]
         with pytest.raises(Unavailable, match="another node answers"):
             fetch(NodeAddress(place.url, "12D3KooWsomebodyelse"))

@@ -21,7 +21,7 @@ from tests.support.snapshots import STARTED_AT, example, example_at
 replace = msgspec.structs.replace
 
 
-def test_the_example_is_well() -> None:
+def test_example_has_no_problems() -> None:
     assert ready(example()).ok
     assert troubles(example()) == []
 
@@ -32,23 +32,19 @@ def test_a_hung_loop_is_not_alive() -> None:
 
 
 def test_a_lone_node_is_ready() -> None:
-    assert ready(
-        NodeSnapshot(health=Health(network_ready=True, policy_loaded=True, joined=False))
-    ).ok
+    assert ready(NodeSnapshot(health=Health(policy_loaded=True))).ok
 
 
 def test_a_node_without_a_trainer_needs_no_policy() -> None:
-    assert ready(NodeSnapshot(node=NodeInfo(trainer=False), health=Health(network_ready=True))).ok
+    assert ready(NodeSnapshot(node=NodeInfo(trainer=False), health=Health())).ok
 
 
 def test_a_draining_node_is_not_ready() -> None:
-    verdict = ready(
-        replace(example(), health=Health(network_ready=True, policy_loaded=True, draining=True))
-    )
+    verdict = ready(replace(example(), health=Health(policy_loaded=True, draining=True)))
     assert verdict.reasons == ["draining"]
 
 
-def test_no_peers_is_a_trouble_only_after_a_while() -> None:
+def test_missing_peers_are_reported_after_a_minute() -> None:
     alone = NetworkStatistics()
     assert troubles(replace(example_at(30.0), network=alone)) == []
     assert troubles(replace(example_at(90.0), network=alone)) == [
@@ -58,7 +54,7 @@ def test_no_peers_is_a_trouble_only_after_a_while() -> None:
     assert troubles(replace(example_at(90.0), network=alone, node=unshared)) == []
 
 
-def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
+def test_clock_difference_is_reported_in_both_directions() -> None:
     def at(offset: float | None) -> list[str]:
         return troubles(replace(example(), swarm=SummaryStatistics(clock_offset_seconds=offset)))
 
@@ -67,7 +63,7 @@ def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
     assert at(29.0) == at(None) == []
 
 
-def test_a_clock_set_back_hides_no_trouble() -> None:
+def test_clock_set_back_hides_no_problem() -> None:
     s = example()
     lonely = replace(s.network, peers=replace(s.network.peers, connected=0))
     for day in (86_400.0, -86_400.0):
@@ -75,7 +71,7 @@ def test_a_clock_set_back_hides_no_trouble() -> None:
         assert troubles(moved) == ["no peers connected"]
 
 
-def test_a_disk_is_low_by_share_and_by_bytes() -> None:
+def test_full_disk_is_judged_by_share_and_bytes() -> None:
     def left(free: int, total: int) -> bool:
         return any(
             "disk" in trouble
@@ -88,7 +84,7 @@ def test_a_disk_is_low_by_share_and_by_bytes() -> None:
     assert troubles(replace(example(), disk=DiskStatistics())) == []
 
 
-def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
+def test_silent_trainer_is_reported_by_step_time() -> None:
     def after(age: float, step_seconds: float) -> list[str]:
         report = replace(example().trainer.report, phase="training", step_seconds=step_seconds)
         return troubles(
@@ -101,7 +97,7 @@ def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
     assert after(100.0, 2.0) == ["the trainer has reported nothing for 100 s"]
 
 
-def test_a_few_rejections_are_no_storm() -> None:
+def test_few_rejections_are_not_reported() -> None:
     def rejecting(count: int, received: int) -> list[str]:
         admission = AdmissionStatistics(rejected={"signature": count})
         return troubles(
@@ -115,7 +111,7 @@ def test_a_few_rejections_are_no_storm() -> None:
     ]
 
 
-def test_history_keeps_a_whole_life_in_a_bounded_ring() -> None:
+def test_history_covers_the_whole_life_in_bounded_memory() -> None:
     history = History(capacity=100)
     for second in range(1000):
         history.add(replace(example(), at=STARTED_AT + second))
@@ -127,7 +123,7 @@ def test_history_keeps_a_whole_life_in_a_bounded_ring() -> None:
     assert gaps == {16}
 
 
-def test_history_thins_out_to_what_was_asked_and_keeps_the_newest() -> None:
+def test_history_returns_the_requested_points_with_the_newest() -> None:
     history = History()
     for second in range(301):
         history.add(example_at(float(second)))
@@ -136,7 +132,7 @@ def test_history_thins_out_to_what_was_asked_and_keeps_the_newest() -> None:
     assert columns["at"][-1] == STARTED_AT + 300
 
 
-def test_history_goes_on_after_a_restart_with_a_gap_between(tmp_path) -> None:
+def test_history_continues_after_a_restart_with_a_gap(tmp_path) -> None:
     before, after = History(), History()
     for second in range(100):
         before.add(example_at(float(second)))
@@ -155,7 +151,7 @@ def test_history_goes_on_after_a_restart_with_a_gap_between(tmp_path) -> None:
     assert columns["at"] == sorted(columns["at"])
 
 
-def test_a_history_that_is_full_stays_bounded_and_one_that_is_none_is_left(tmp_path) -> None:
+def test_loaded_history_stays_bounded(tmp_path) -> None:
     full, after = History(capacity=50), History(capacity=50)
     for second in range(300):
         full.add(example_at(float(second)))
@@ -173,7 +169,7 @@ def test_a_history_that_is_full_stays_bounded_and_one_that_is_none_is_left(tmp_p
         assert fresh.columns()["at"] == []
 
 
-def test_history_starts_over_when_the_clock_jumps_back() -> None:
+def test_history_restarts_if_the_clock_was_set_back() -> None:
     history = History()
     for second in (100.0, 101.0, 5.0):
         history.add(example_at(second))
@@ -195,11 +191,11 @@ def test_a_stopped_crew_and_a_lost_stage_are_reported() -> None:
     ]
 
 
-def test_a_node_without_its_crew_reports_what_it_waits_for() -> None:
+def test_node_without_a_crew_reports_the_reason() -> None:
     stages = example().stages
 
     def reasons(changed: StagesStatistics) -> list[str]:
-        health = Health(network_ready=True, policy_loaded=False)
+        health = Health(policy_loaded=False)
         return ready(replace(example(), health=health, stages=changed)).reasons
 
     assert reasons(replace(stages, crew=CrewStatistics(), own=None)) == [
@@ -211,7 +207,7 @@ def test_a_node_without_its_crew_reports_what_it_waits_for() -> None:
     assert reasons(replace(stages, enabled=False)) == ["the policy is not loaded yet"]
 
 
-def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
+def test_node_is_ready_once_stage_or_policy_is_loaded() -> None:
     stages, alone = example().stages, StagesStatistics()
     assert policy_loaded(None, stages)  # only the head reports
     assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="active")))
@@ -225,7 +221,7 @@ def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
     assert not policy_loaded(None, alone)
 
 
-def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
+def test_members_behind_the_head_report_no_silent_trainer() -> None:
     silent = replace(example(), trainer=replace(example().trainer, age_seconds=500.0))
     assert troubles(silent) == ["the trainer has reported nothing for 500 s"]
     assert (
@@ -241,7 +237,7 @@ def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
     ]
 
 
-def test_a_failing_reward_is_reported_with_the_last_error() -> None:
+def test_failing_reward_is_reported_with_the_last_error() -> None:
     ours = replace(
         example(),
         scorer=ScorerStatistics(
@@ -276,16 +272,14 @@ def test_the_reason_of_a_missing_trainer_is_reported() -> None:
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
     gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
     assert troubles(gone)[0] == "the trainer is not connected: KeyError: 'x' (exit code 1)"
-    never = replace(
-        gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False)
-    )
+    never = replace(gone, health=Health(), stages=replace(s.stages, enabled=False))
     assert ready(never).reasons == [
         "the policy is not loaded yet",
         "the trainer ended: KeyError: 'x' (exit code 1)",
     ]
 
 
-def test_a_server_that_does_not_sample_is_a_trouble_with_its_reason() -> None:
+def test_unused_server_is_reported_with_its_reason() -> None:
     well = example()
     report = well.trainer.report
     assert report is not None

@@ -47,7 +47,7 @@ async def served(snapshot=example, **kwargs) -> AsyncIterator[httpx.AsyncClient]
         nursery.cancel_scope.cancel()
 
 
-async def test_metrics_come_in_the_format_that_was_asked_for() -> None:
+async def test_metrics_have_the_requested_format() -> None:
     async with served() as client:
         plain = await client.get("/metrics")
         open_metrics = await client.get(
@@ -61,31 +61,31 @@ async def test_metrics_come_in_the_format_that_was_asked_for() -> None:
     assert len(list(parse_openmetrics(open_metrics.text))) == len(METRICS)
 
 
-async def test_readyz_says_what_is_missing() -> None:
+async def test_readyz_lists_the_reasons() -> None:
     async with served(NodeSnapshot) as client:
         early = await client.get("/readyz")
-    ready = NodeSnapshot(health=Health(network_ready=True, policy_loaded=True))
+    ready = NodeSnapshot(health=Health(policy_loaded=True))
     async with served(lambda: ready) as client:
         later = await client.get("/readyz")
         alive = await client.get("/healthz")
     assert (early.status_code, early.json()["reasons"]) == (
         503,
-        ["the network is not up yet", "the policy is not loaded yet"],
+        ["the policy is not loaded yet"],
     )
     assert (later.status_code, later.json()) == (200, {"ok": True, "reasons": []})
     assert alive.status_code == 200
 
 
-async def test_status_is_the_snapshot_and_its_past() -> None:
+async def test_status_has_snapshot_and_history() -> None:
     async with served() as client:
-        told = (await client.get("/status")).json()
+        answer = (await client.get("/status")).json()
         without = (await client.get("/status?points=0")).json()
         wrong = await client.get("/status?points=-1")
     assert (
-        msgspec.json.decode(msgspec.json.encode(told["snapshot"]), type=NodeSnapshot).rollouts
+        msgspec.json.decode(msgspec.json.encode(answer["snapshot"]), type=NodeSnapshot).rollouts
         == example().rollouts
     )
-    assert told["history"]["policy_version"] == [250]
+    assert answer["history"]["policy_version"] == [250]
     assert without["history"] == {}
     assert wrong.status_code == 400
 
@@ -136,7 +136,7 @@ def test_a_bind_address_is_loopback_or_not() -> None:
     )
 
 
-async def test_a_taken_port_is_replaced_by_the_next_free_one() -> None:
+async def test_used_port_is_replaced_by_the_next_free_one() -> None:
     with listen(HttpConfig(port=0)) as sock:
         port = sock.getsockname()[1]
         with capture_logs() as lines, listen(HttpConfig(port=port)) as next_free:
@@ -145,13 +145,13 @@ async def test_a_taken_port_is_replaced_by_the_next_free_one() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_an_address_that_cannot_be_had_is_one_clear_line(host: str) -> None:
+def test_unusable_address_is_one_line(host: str) -> None:
     with pytest.raises(Unavailable, match=host) as raised:
         listen(HttpConfig(host=host, port=0))
     assert "\n" not in str(raised.value)
 
 
-async def test_a_failing_snapshot_fails_requests_and_not_the_node() -> None:
+async def test_failing_snapshot_fails_only_requests() -> None:
     broken = True
 
     def sometimes() -> NodeSnapshot:
@@ -194,11 +194,11 @@ async def test_a_connection_answers_one_request() -> None:
 
     async with served(counted) as client:
         for count in (2, 16_000):
-            told = await exchange(client, GET.replace(b"healthz", b"status?points=0") * count)
-            assert told.count(b"HTTP/1.1 ") <= 1
-        told = await exchange(client, GET * 2)
-    assert told.count(b"HTTP/1.1 200") == 1
-    assert b"connection: close" in told.lower()
+            answer = await exchange(client, GET.replace(b"healthz", b"status?points=0") * count)
+            assert answer.count(b"HTTP/1.1 ") <= 1
+        answer = await exchange(client, GET * 2)
+    assert answer.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in answer.lower()
     assert snapshots < 20
 
 
@@ -218,21 +218,21 @@ async def test_a_connection_answers_one_request() -> None:
     ],
     ids=lambda sent: repr(sent[:24]),
 )
-async def test_only_plain_requests_of_version_1_1_are_served(sent) -> None:
+async def test_serves_only_plain_http_1_1_requests(sent) -> None:
     async with served() as client:
-        told = await exchange(client, sent)
-        assert b" 200 " not in told
+        answer = await exchange(client, sent)
+        assert b" 200 " not in answer
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_an_upgrade_of_the_protocol_is_not_taken() -> None:
+async def test_protocol_upgrade_is_refused() -> None:
     async with served() as client:
         for protocol in (b"h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA", b"websocket"):
             upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\nHost"
             assert b"HTTP/1.1 200" in await exchange(client, GET.replace(b"Host", upgrade))
 
 
-async def test_silent_connections_take_no_place_from_a_new_one() -> None:
+async def test_silent_connections_do_not_block_new_ones() -> None:
     async with served() as client, contextlib.AsyncExitStack() as stack:
         where = (client.base_url.host, client.base_url.port)
         silent = [
@@ -251,7 +251,7 @@ async def test_silent_connections_take_no_place_from_a_new_one() -> None:
         assert closed == CONNECTIONS
 
 
-async def test_a_client_that_does_not_send_or_read_is_closed(monkeypatch) -> None:
+async def test_stalled_client_is_disconnected(monkeypatch) -> None:
     monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
     monkeypatch.setattr(http, "ANSWER_SECONDS", 0.2)
     large = msgspec.structs.replace(example(), peers=example().peers * 50_000)
@@ -307,7 +307,7 @@ async def test_requests_of_a_second_share_one_snapshot(autojump_clock) -> None:
     assert taken == 2
 
 
-async def test_what_another_site_asks_through_a_browser_is_refused() -> None:
+async def test_cross_site_requests_are_refused() -> None:
     async with served() as client:
         for path in ("/", "/status", "/metrics", "/samples", "/healthz", "/app.js"):
             site = lambda name: {"sec-fetch-site": name}
@@ -316,7 +316,7 @@ async def test_what_another_site_asks_through_a_browser_is_refused() -> None:
                 assert (await client.get(path, headers=site(own))).status_code == 200, path
 
 
-async def test_garbage_on_the_port_leaves_it_serving() -> None:
+async def test_garbage_does_not_stop_the_server() -> None:
     async with served() as client:
         for garbage in (
             b"\x16\x03\x01\x00\xff" * 40,

@@ -1,5 +1,4 @@
-"""`swarmnode top` in a real pseudo-terminal of 80 × 24: what is shown, what keys do, and how it
-leaves the terminal behind."""
+"""`swarmnode top` in a pseudo-terminal of 80 × 24: screens, keys, and the restored terminal."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from tests.support.snapshots import example
 
 
 class Terminal:
-    """A program in a terminal of its own; `screen` is everything that it has written since the last
-    time somebody looked."""
+    """A program in a pseudo-terminal."""
 
     def __init__(self, command: list[str], columns: int = 80, lines: int = 24) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -39,8 +37,8 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color"}
         for size in ("COLUMNS", "LINES"):
             env.pop(size, None)
-        # where a suite runs in the background it is ignored
-        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # a background process inherits an ignored SIGINT
+        restore_sigint = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.process = subprocess.Popen(
             command,
             stdin=self.theirs,
@@ -48,7 +46,7 @@ class Terminal:
             stderr=self.theirs,
             env=env,
             start_new_session=True,
-            preexec_fn=heard,
+            preexec_fn=restore_sigint,
         )
 
     def resize(self, columns: int, lines: int) -> None:
@@ -58,8 +56,8 @@ class Terminal:
         os.write(self._ours, keys)
 
     def until(self, expected: str, seconds: float = 30.0) -> str:
-        """What was written until `expected` was, without escape sequences; a screen drawn over
-        another begins on a line of its own."""
+        """Return the output up to `expected`, without escape sequences. Each redrawn screen begins
+        on a new line."""
         written, late = b"", time.monotonic() + seconds
         while True:
             screens = written.replace(b"\x1b[H", b"\n")
@@ -71,7 +69,7 @@ class Terminal:
                 return plain
             assert time.monotonic() < late, f"never written: {expected!r}; but: {plain[-3000:]}"
             if select.select([self._ours], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+                with contextlib.suppress(OSError):  # EIO: the program has closed the terminal
                     written += os.read(self._ours, 65536)
 
     def close(self) -> None:
@@ -87,13 +85,13 @@ class Node:
 
     def __init__(self) -> None:
         self.hangs = threading.Event()
-        self.asked = threading.Semaphore(0)
+        self.requested = threading.Semaphore(0)
         body = status_json(example(), History())
         node = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                node.asked.release()
+                node.requested.release()
                 if node.hangs.is_set():
                     node.released.wait(20)
                 self.send_response(200)
@@ -126,7 +124,7 @@ def terminal(node: Node) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Terminal) -> None:
+def test_fills_the_terminal_scrolls_and_quits(terminal: Terminal) -> None:
     first = terminal.until("below")
     assert "kitchen-3090" in first
     lines = first.replace("\r", "").split("\n")
@@ -146,24 +144,24 @@ def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Termin
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
-def test_keys_are_obeyed_while_the_node_does_not_answer(node: Node, terminal: Terminal) -> None:
+def test_keys_work_while_the_node_does_not_answer(node: Node, terminal: Terminal) -> None:
     terminal.until("below")
     node.hangs.set()
-    while node.asked.acquire(blocking=False):
+    while node.requested.acquire(blocking=False):
         pass
-    assert node.asked.acquire(timeout=20), "it asks again"
+    assert node.requested.acquire(timeout=20), "the poller requests again"
     terminal.press(b"q")
     assert terminal.process.wait(3) == 0
 
 
-def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+def test_ctrl_c_quits_and_restores_the_terminal(terminal: Terminal) -> None:
     terminal.until("below")
     terminal.process.send_signal(2)
     assert terminal.process.wait(60) == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
-def test_without_a_terminal_it_prints(node: Node) -> None:
+def test_prints_states_without_a_terminal(node: Node) -> None:
     command = [sys.executable, "-m", "swarmnode", "top", node.address]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as top:
         assert "kitchen-3090" in top.stdout.readline().decode()
@@ -184,20 +182,20 @@ def test_without_a_terminal_it_prints(node: Node) -> None:
         (["unknown"], 0),
     ],
 )
-def test_what_is_shown_stays_within_what_there_is(keys: list[str], first: int) -> None:
+def test_view_stays_within_the_lines(keys: list[str], first: int) -> None:
     view = View(height=20, lines=60)
     for key in keys:
         view = view.scrolled(key)
     assert view.first == first
 
 
-def test_fewer_lines_or_a_higher_terminal_show_no_emptiness() -> None:
+def test_resized_view_shows_no_empty_lines() -> None:
     view = View(height=20, lines=60).scrolled("end")
     assert view.resized(20, 45).first == 25
     assert view.resized(100, 60).first == 0
 
 
-def test_keys_are_read_off_whatever_arrives_together() -> None:
+def test_keys_are_split_from_joined_bytes() -> None:
     assert keys_in(b"\x1b[B\x1b[6~jq") == ["down", "page down", "down", "quit"]
     assert keys_in(b"\x1b\x00\xffx") == []
 
@@ -206,12 +204,12 @@ def test_reports_a_node_of_another_directory(node: Node, tmp_path, capsys) -> No
     from swarmnode import cli
 
     (tmp_path / "run").mkdir()
-    told = {"peer": example().node.peer, "addrs": [], "http": f"http://{node.address}"}
-    (tmp_path / "run" / "addresses.json").write_text(json.dumps(told))
+    addresses = {"peer": example().node.peer, "addrs": [], "http": f"http://{node.address}"}
+    (tmp_path / "run" / "addresses.json").write_text(json.dumps(addresses))
     assert cli.run(["status", "-d", str(tmp_path)]) == 0
     assert "kitchen-3090" in capsys.readouterr().out
     (tmp_path / "run" / "addresses.json").write_text(
-        json.dumps({**told, "peer": "12D3KooWAnother"})
+        json.dumps({**addresses, "peer": "12D3KooWAnother"})
     )
     assert cli.run(["status", "-d", str(tmp_path)]) == 69
     assert "is not running" in capsys.readouterr().err

@@ -35,35 +35,36 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_traceback_is_in_the_file_and_one_line_elsewhere(tmp_path, monkeypatch, terminal) -> None:
+def test_traceback_is_in_the_file_only(tmp_path, monkeypatch, terminal) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    ring = configure(LogConfig(), "trainer", stream, tmp_path)
+    configure(LogConfig(), "trainer", stream, tmp_path)
     fail()
     (line,) = log_file(tmp_path, "trainer").read_text().splitlines()
     kept = json.loads(line)
     assert kept["component"] == "trainer"
     assert "Traceback (most recent call last)" in kept["exception"]
-    for written in (stream.getvalue().strip(), ring.statistics()[0].text):
+    (on_page,) = LogTail(log_file(tmp_path, "trainer"), "trainer", 9).statistics()
+    for written in (stream.getvalue().strip(), on_page.text):
         assert "ValueError: no such tokenizer (test_observe_logfile.py:" in written
         assert "Traceback" not in written
         assert len(written.splitlines()) == 1
-    assert ring.statistics()[0].process == "trainer"
+    assert on_page.process == "trainer"
 
 
-def test_the_last_error_is_the_newest_since_the_process_began(tmp_path) -> None:
+def test_last_error_is_the_newest_since_a_time(tmp_path) -> None:
     configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
     path = log_file(tmp_path, "trainer")
     fail()
-    structlog.get_logger("swarmnode.trainer").info("goes on")
-    said = last_error(path, 0.0)
-    assert said.startswith("loading failed error=ValueError: no such tokenizer (")
+    structlog.get_logger("swarmnode.trainer").info("continues")
+    last = last_error(path, 0.0)
+    assert last.startswith("loading failed error=ValueError: no such tokenizer (")
     (at,) = [line.at for line in LogTail(path, "trainer", 9).statistics() if line.level == "error"]
     assert last_error(path, at + 1) == ""
     assert last_error(tmp_path / "absent", 0.0) == ""
 
 
-def test_a_tail_follows_what_is_appended_and_put_aside(tmp_path, monkeypatch) -> None:
+def test_tail_follows_rotation(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(logfile, "FILE_BYTES", 2000)
     configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
     tail = LogTail(log_file(tmp_path, "trainer"), "trainer", 200)
@@ -83,11 +84,11 @@ def test_a_tail_follows_what_is_appended_and_put_aside(tmp_path, monkeypatch) ->
     "line",
     [b"", b"{", b"[]", b"{}", b'{"timestamp": 3}', b'{"timestamp": "yesterday"}', b"\xff\xfe"],
 )
-def test_what_is_no_line_of_ours_is_none(line) -> None:
+def test_invalid_lines_are_none(line) -> None:
     assert parse(line, "trainer") is None
 
 
-def test_a_directory_that_cannot_be_had_costs_the_file_and_nothing_else(tmp_path) -> None:
+def test_unusable_directory_loses_only_the_file(tmp_path) -> None:
     (tmp_path / "log").write_text("in the way")
     stream = io.StringIO()
     configure(LogConfig(), "trainer", stream, tmp_path)

@@ -12,12 +12,12 @@ import pytest
 import structlog
 
 from swarmnode.config import LogConfig
+from swarmnode.observe.logfile import LogTail, log_file
 from swarmnode.observe.logs import (
     BURST,
     MAX_TEXT,
     NOISY,
     REFILL_SECONDS,
-    RING_LINES,
     NoiseFilter,
     configure,
 )
@@ -73,7 +73,7 @@ def test_all_libraries_write_the_same_lines() -> None:
     assert list(ours)[:5] == ["timestamp", "level", "component", "logger", "event"]
 
 
-def test_a_terminal_gets_lines_for_eyes() -> None:
+def test_terminal_gets_text_lines() -> None:
     stream = Terminal()
     configure(LogConfig(), "network", stream)
     structlog.get_logger("swarmnode").info("listening", port=4)
@@ -92,7 +92,7 @@ def test_a_terminals_line_is_short_and_in_order() -> None:
     assert "swarmnode.trainer.loop" in warning
 
 
-def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
+def test_levels_of_libraries_and_swarmnode_apply() -> None:
     stream = io.StringIO()
     configure(LogConfig(level="info"), "network", stream)
     for name in ("libp2p.pubsub", "transformers.x"):
@@ -104,15 +104,15 @@ def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
 @pytest.mark.parametrize(
     "key", ["private_key", "hf_token", "token", "password", "Authorization", "client_secret"]
 )
-def test_secrets_are_blanked_by_key(key) -> None:
+def test_secrets_are_blanked_by_key(key, tmp_path) -> None:
     stream = io.StringIO()
-    ring = configure(LogConfig(), "network", stream)
+    configure(LogConfig(), "network", stream, tmp_path)
     structlog.get_logger("swarmnode").warning("opened", **{key: "hunter2"}, nested={key: "hunter2"})
-    assert "hunter2" not in stream.getvalue() + ring.statistics()[0].text
+    assert "hunter2" not in stream.getvalue() + log_file(tmp_path, "network").read_text()
     assert "opened" in stream.getvalue()
 
 
-def test_counts_of_tokens_are_no_secrets() -> None:
+def test_token_counts_are_not_secrets() -> None:
     stream = io.StringIO()
     configure(LogConfig(), "trainer", stream)
     structlog.get_logger("swarmnode").info(
@@ -127,22 +127,22 @@ def test_counts_of_tokens_are_no_secrets() -> None:
     )
 
 
-def test_secrets_are_blanked_in_text_and_tracebacks() -> None:
+def test_secrets_are_blanked_in_text_and_tracebacks(tmp_path) -> None:
     stream = io.StringIO()
-    ring = configure(LogConfig(), "trainer", stream)
+    configure(LogConfig(), "trainer", stream, tmp_path)
     key = "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2Vw\n-----END PRIVATE KEY-----"
     try:
         raise ValueError(f"no access with hf_{'a' * 34} and {key}")
     except ValueError:
         logging.getLogger("huggingface_hub").exception("401 for hf_%s", "b" * 34)
-    written = stream.getvalue() + ring.statistics()[0].text
+    written = stream.getvalue() + log_file(tmp_path, "trainer").read_text()
     assert "ValueError: no access with [secret]" in written
     assert not any(secret in written for secret in ("aaaa", "bbbb", "MC4CAQ"))
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "json"])
-def test_a_peers_text_cannot_move_the_cursor_or_fake_a_line(stream) -> None:
-    ring = configure(LogConfig(), "network", stream)
+def test_peer_text_cannot_fake_a_log_line(stream, tmp_path) -> None:
+    configure(LogConfig(), "network", stream, tmp_path)
     evil = "x\x1b[2J\n12:00:00 [info] all is well\u202e\x9b"
     structlog.get_logger("swarmnode").warning(f"bad {evil}", agent=evil)
     try:
@@ -151,9 +151,9 @@ def test_a_peers_text_cannot_move_the_cursor_or_fake_a_line(stream) -> None:
         structlog.get_logger("swarmnode").exception("handler failed")
     written = stream.getvalue()
     assert not any(bad in written for bad in ("\x1b[2J", "\u202e", "\x9b"))
-    shown = [
-        line for kept in ring.statistics() for line in kept.text.splitlines()
-    ] + written.splitlines()
+    page = LogTail(log_file(tmp_path, "network"), "network", 9).statistics()
+    shown = [line for each in page for line in each.text.splitlines()] + written.splitlines()
+    assert len(page) == 2
     assert not any(line.startswith("12:00:00 [info] all is well") for line in shown)
     assert len([line for line in written.splitlines() if "agent" in line]) == 1
 
@@ -170,23 +170,13 @@ def test_long_values_and_bytes_are_cut() -> None:
     assert len(line["many"]) == 64
 
 
-def test_a_line_that_cannot_be_formatted_does_not_raise(monkeypatch) -> None:
+def test_unformattable_line_does_not_raise(monkeypatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     configure(LogConfig(), "network", io.StringIO())
     logging.getLogger("libp2p").warning("%d peers", "no number")
 
 
-def test_the_ring_keeps_the_newest_lines() -> None:
-    ring = configure(LogConfig(), "network", io.StringIO())
-    for i in range(RING_LINES + 5):
-        structlog.get_logger("swarmnode").info("line", i=i)
-    kept = ring.statistics()
-    assert len(kept) == RING_LINES
-    assert (kept[0].text, kept[-1].text) == ("line i=5", f"line i={RING_LINES + 4}")
-    assert kept[-1].level == "info"
-
-
-def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
+def test_noisy_library_is_limited_and_counted() -> None:
     clock = [0.0]
     calm = NoiseFilter(now=lambda: clock[0])
 
@@ -202,7 +192,7 @@ def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
     assert passes("libp2p.other") is None
 
 
-def test_configuring_twice_writes_once() -> None:
+def test_second_configuration_replaces_the_first() -> None:
     stream = io.StringIO()
     for _ in range(2):
         configure(LogConfig(), "network", stream)
@@ -216,7 +206,7 @@ def test_standard_error_is_the_default(capsys) -> None:
     assert json.loads(capsys.readouterr().err)["event"] == "oh"
 
 
-def test_a_reader_that_stops_blocks_no_log_line() -> None:
+def test_stopped_reader_does_not_block_logging() -> None:
     reader, writer = os.pipe()
     with open(reader, "rb") as read, open(writer, "w", encoding="utf-8") as write:
         configure(LogConfig(), "network", write)
@@ -226,7 +216,7 @@ def test_a_reader_that_stops_blocks_no_log_line() -> None:
         os.set_blocking(reader, False)
         assert len(read.read()) > 4096
         logger.info("later")
-        told = [json.loads(line) for line in read.read().splitlines()]
+        records = [json.loads(line) for line in read.read().splitlines()]
     configure(LogConfig(), "network", io.StringIO())
-    assert "were not written" in told[0]["event"]
-    assert told[1]["event"] == "later"
+    assert "were not written" in records[0]["event"]
+    assert records[1]["event"] == "later"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import inspect
-import sys
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -26,7 +24,7 @@ from swarmnode.rollouts.admission import Admission, AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.tasks.child import ScorerStatistics, Tally
+from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.weights import exchange
 from tests.support.snapshots import OWN, PEERS, example
 
@@ -46,7 +44,7 @@ def test_every_row_has_a_sample_in_the_example() -> None:
     assert names - scraped.keys() == set()
 
 
-def test_names_say_what_they_are() -> None:
+def test_names_follow_the_conventions() -> None:
     for family in METRICS:
         assert family.name.startswith("swarmnode_")
         assert family.name.endswith("_total") == (family.kind == "counter"), family.name
@@ -73,14 +71,14 @@ def test_counters_of_alerts_start_at_zero() -> None:
     assert dict(exchange.ExchangeStatistics().outcomes) == dict.fromkeys(exchange.OUTCOMES, 0)
 
 
-def test_a_stall_is_no_end() -> None:
+def test_stalls_are_not_counted_as_ended() -> None:
     supervisor = SupervisorStatistics({"trainer": 5}, {"trainer": 2})
     restarts = scrape(NodeSnapshot(supervisor=supervisor))["swarmnode_restarts_total"]
     assert restarts["trainer", "stalled"] == 2
     assert restarts["trainer", "ended"] == 3
 
 
-def test_a_trainer_that_is_gone_is_a_phase() -> None:
+def test_disconnected_trainer_is_a_phase() -> None:
     s = example()
     gone = msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False))
     assert scrape(gone)["swarmnode_trainer_phase"] == {("disconnected",): 1}
@@ -90,7 +88,7 @@ def test_a_trainer_that_is_gone_is_a_phase() -> None:
     assert "swarmnode_trainer_phase" not in scrape(helper)
 
 
-def test_dropped_items_of_all_parts_are_in_one_metric() -> None:
+def test_one_metric_has_all_dropped_items() -> None:
     dropped = scrape(example())["swarmnode_dropped_total"]
     assert dropped["update", "not_finite"] == 1
     assert dropped["group", "special_ids"] == 3
@@ -106,7 +104,7 @@ def test_requests_are_summed_over_protocols() -> None:
     }
 
 
-def test_what_is_not_measured_has_no_series() -> None:
+def test_unmeasured_values_have_no_series() -> None:
     snapshot = NodeSnapshot(
         trainer=TrainerStatistics(report=Report(phase="training", step=3, reward_own=0.5))
     )
@@ -115,7 +113,7 @@ def test_what_is_not_measured_has_no_series() -> None:
     assert "swarmnode_kl" not in scraped
 
 
-def test_a_trainer_that_is_still_loading_does_not_reset_its_counters() -> None:
+def test_loading_trainer_does_not_reset_counters() -> None:
     assert "swarmnode_steps_total" not in scrape(
         NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="loading")))
     )
@@ -132,7 +130,7 @@ def test_peer_ids_are_in_the_info_metric_only() -> None:
     assert not any(peer in rest for peer in (OWN, *PEERS))
 
 
-def test_strange_and_surplus_label_values_are_one_series() -> None:
+def test_odd_and_surplus_labels_become_other() -> None:
     many = {f"/p/{i}": 1 for i in range(1000)} | {"\n# HELP evil": 5}
     scraped = scrape(
         NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many)))
@@ -154,7 +152,7 @@ def test_an_unknown_reason_is_not_lost() -> None:
     assert scraped["swarmnode_rollouts_admission_total"]["seed", "rejected"] == 1
 
 
-def test_failed_rewards_of_both_scorers_are_counted_by_task_and_start_at_0() -> None:
+def test_failed_rewards_are_summed_by_task_from_zero() -> None:
     s = example()
     report = msgspec.structs.replace(s.trainer.report, reward_errors={"rg/gcd": 2})
     failing = msgspec.structs.replace(
@@ -191,7 +189,7 @@ def test_one_scrape_takes_one_snapshot() -> None:
     assert len(taken) == 1
 
 
-def test_names_with_quotes_and_newlines_stay_inside_their_label() -> None:
+def test_quotes_and_newlines_stay_inside_a_label() -> None:
     hostile = 'x"} 1\nswarmnode_ready 1\n\\'
     node = msgspec.structs.replace(example().node, name=hostile)
     labels = next(
@@ -205,7 +203,7 @@ def test_a_row_reads_an_empty_node(family) -> None:
     value_of(family, NodeSnapshot())
 
 
-# ---- one truth for what is watched
+# ---- the table and the snapshot
 
 
 def paths(metric: Metric) -> list[str]:
@@ -215,7 +213,7 @@ def paths(metric: Metric) -> list[str]:
 
 
 def kind_at(path: str) -> Any:
-    """The type that the snapshot's classes declare at `path`; of a dict's key that of its
+    """Return the type that the snapshot declares at `path`; for a key of a dict, the type of its
     values."""
     kind: Any = NodeSnapshot
     for name in path.split("."):
@@ -231,7 +229,7 @@ def kind_at(path: str) -> Any:
 @pytest.mark.parametrize(
     "metric", [metric for metric in METRICS if paths(metric)], ids=lambda metric: metric.name
 )
-def test_a_path_leads_to_what_its_row_says(metric) -> None:
+def test_paths_lead_to_the_declared_kind(metric) -> None:
     for path in paths(metric):
         kind = kind_at(path)
         if metric.kind == "histogram":
@@ -244,29 +242,7 @@ def test_a_path_leads_to_what_its_row_says(metric) -> None:
             assert len(metric.labels) == (0 if isinstance(metric.source, str) else 1), path
 
 
-def test_few_rows_need_a_function() -> None:
-    """A number that a part counts is read where it is; what is worked out here is a second
-    truth."""
-    assert sum(1 for metric in METRICS if not paths(metric)) <= 24
-
-
-def test_the_tree_is_made_of_what_the_parts_themselves_tell() -> None:
-    """No class of the snapshot repeats what a part counts: it is what that part's `statistics()`
-    returns."""
-    parts = ("trainer", "rollouts", "weights", "network", "swarm", "budget", "supervisor", "scorer")
-    for name in parts:
-        kind = get_type_hints(NodeSnapshot)[name]
-        owners = [
-            part
-            for _, part in inspect.getmembers(sys.modules[kind.__module__], inspect.isclass)
-            if hasattr(part, "statistics")
-        ]
-        told = [get_type_hints(part.statistics)["return"] for part in owners]
-        told += [get_type_hints(part.snapshot)["return"] for part in (Tally,)]
-        assert kind in told, name
-
-
-def test_a_number_that_a_part_counts_becomes_a_metric_by_one_row(monkeypatch) -> None:
+def test_one_row_exports_a_counter(monkeypatch) -> None:
     row = Metric(
         "swarmnode_new_total",
         "counter",

@@ -33,7 +33,7 @@ def contrast(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_and_lines_stand_out(palette) -> None:
+def test_colours_have_contrast(palette) -> None:
     text = [
         ("ink", "card"),
         ("ink", "paper"),
@@ -49,7 +49,7 @@ def test_text_and_lines_stand_out(palette) -> None:
         assert contrast(palette[series], palette["card"]) >= 3, series
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_page_loads_nothing_from_other_hosts() -> None:
     for name, body in FILES.items():
         urls = set(re.findall(r"https?://[^\"'\s)]+", body))
         assert urls <= {"http://www.w3.org/2000/svg"}, name

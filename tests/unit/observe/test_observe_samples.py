@@ -1,5 +1,4 @@
-"""What was answered, as people see it: from disk, by /samples and in a terminal, whatever a
-stranger has written into it."""
+"""Samples with hostile text, read from disk, by /samples and in a terminal."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def test_long_text_keeps_start_and_end() -> None:
     assert shortened("x" * 400, 400) == "x" * 400
 
 
-def test_what_shows_nothing_or_moves_a_cursor_is_written_out() -> None:
+def test_invisible_and_control_characters_are_written_out() -> None:
     assert visible("a\x1b[1mb\u202ec") == "a⟨U+001B⟩[1mb⟨U+202E⟩c"
     assert visible("line\n\tline, ünïcode, 数, 🎉") == "line\n\tline, ünïcode, 数, 🎉"
     for text in HOSTILE.values():
@@ -75,7 +74,7 @@ def test_reads_newest_first_and_skips_a_cut_line(tmp_path) -> None:
     assert newest(tmp_path / "none", 4) == []
 
 
-def test_what_is_read_is_bounded(tmp_path, monkeypatch) -> None:
+def test_reads_are_bounded(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(samples, "READ_BYTES", 2000)
     keep(tmp_path, [sample(step) for step in range(1000)])
     found = newest(tmp_path, 1000)
@@ -84,7 +83,7 @@ def test_what_is_read_is_bounded(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_the_page_is_given_little_of_it_and_nothing_that_acts(text) -> None:
+def test_page_gets_short_escaped_samples(text) -> None:
     hostile = Sample(
         1.0,
         1,
@@ -107,12 +106,12 @@ async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
         )
         url = await nursery.start(start)
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            told = (await client.get(f"{url}/samples")).json()
+            served = (await client.get(f"{url}/samples")).json()
         nursery.cancel_scope.cancel()
-    assert [each["step"] for each in told] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
+    assert [each["step"] for each in served] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
 
 
-def test_the_command_shows_whose_it_is_and_what_it_earned(tmp_path, capsys) -> None:
+def test_command_shows_author_and_rewards(tmp_path, capsys) -> None:
     keep(tmp_path, [sample(1), sample(2, "five", PEERS[1], outcome="surprise")])
     assert cli.run(["samples", "-d", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -128,7 +127,7 @@ def test_the_command_shows_whose_it_is_and_what_it_earned(tmp_path, capsys) -> N
 
 
 @pytest.mark.parametrize("text", [text for name, text in HOSTILE.items() if name != "surrogate"])
-def test_nothing_that_was_answered_moves_the_terminal(tmp_path, capsys, text) -> None:
+def test_completions_cannot_control_the_terminal(tmp_path, capsys, text) -> None:
     keep(tmp_path, [sample(1, text, text[:60], outcome=text[:20])])
     for more in ([], ["--json"]):
         assert cli.run(["samples", "-d", str(tmp_path), *more]) == 0

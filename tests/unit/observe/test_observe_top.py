@@ -20,7 +20,7 @@ from swarmnode.stages.service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 
-def told(snapshot: NodeSnapshot) -> dict:
+def decoded(snapshot: NodeSnapshot) -> dict:
     history = History()
     for second in range(60):
         history.add(example_at(float(second)))
@@ -28,13 +28,13 @@ def told(snapshot: NodeSnapshot) -> dict:
 
 
 def shown_as(peer: str) -> list[str]:
-    return str(peer_label(peer, names_of(told(example())["snapshot"]))).split()
+    return str(peer_label(peer, names_of(decoded(example())["snapshot"]))).split()
 
 
 def drawn(snapshot: NodeSnapshot, width: int = 110, styles: bool = True) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(told(snapshot)))
+        console.print(render(decoded(snapshot)))
     return console.export_text(styles=styles)
 
 
@@ -63,7 +63,7 @@ def test_shows_the_main_numbers() -> None:
         assert expected in shown
 
 
-def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> None:
+def test_shows_stages_in_order_and_claims_of_peers() -> None:
     s = example()
     slots = list(s.stages.crew.slots)
     slots[2] = msgspec.structs.replace(slots[2], state="failed")
@@ -101,17 +101,17 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
 
 
-def test_an_empty_node_is_drawn_too() -> None:
+def test_renders_an_empty_node() -> None:
     shown = drawn(NodeSnapshot())
-    assert "the network is not up yet" in shown
+    assert "the policy is not loaded yet" in shown
     assert "no peers yet" in shown
 
 
-def test_it_fits_a_narrow_terminal() -> None:
+def test_fits_a_narrow_terminal() -> None:
     assert max(len(line) for line in drawn(example(), width=60, styles=False).splitlines()) <= 60
 
 
-def test_what_does_not_fit_is_the_past() -> None:
+def test_narrow_terminal_omits_the_history() -> None:
     s = example()
     history = History()
     for second in range(60):  # rises: the newest is the highest
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_the_past() -> None:
     assert line.split("▁")[-1].strip().split()[0].endswith("█")
 
 
-def test_speed_and_phase_are_not_shown_when_there_is_no_trainer() -> None:
+def test_hides_speed_and_phase_without_a_trainer() -> None:
     s = example()
     shown = drawn(
         msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False)),
@@ -141,12 +141,12 @@ def test_speed_and_phase_are_not_shown_when_there_is_no_trainer() -> None:
     assert "no trainer" in shown
 
 
-def test_a_node_that_tells_its_state_in_another_form_is_one_clear_line() -> None:
+def test_status_of_another_version_is_one_line() -> None:
     with answering(b'{"snapshot": {}}') as url, pytest.raises(Unavailable, match="another version"):
         status_command(NodeAddress(url))
 
 
-def test_names_are_inert() -> None:
+def test_names_are_escaped() -> None:
     peer = msgspec.structs.replace(example().peers[0], peer="[b]\x1b[2J")
     node = msgspec.structs.replace(example().node, name="[bold]me[/bold]\x1b]0;owned\x07")
     shown = drawn(msgspec.structs.replace(example(), peers=[peer], node=node))
@@ -163,14 +163,14 @@ def test_sparkline_spans_its_own_range_and_keeps_gaps() -> None:
     assert sparkline([float(i) for i in range(100)], width=8) == "▁▂▃▄▅▆▇█"
 
 
-def test_status_prints_json_and_its_exit_code_is_the_verdict(capsys) -> None:
+def test_status_exit_code_is_the_verdict(capsys) -> None:
     for snapshot, code in ((example(), 0), (NodeSnapshot(), 1)):
         with answering(status_json(snapshot, History())) as url:
             assert status_command(NodeAddress(url), as_json=True) == code
         assert json.loads(capsys.readouterr().out)["ready"]["ok"] == (code == 0)
 
 
-def test_nobody_there_and_somebody_else_are_one_clear_line() -> None:
+def test_missing_or_other_server_is_one_line() -> None:
     with answering(b"<html>") as url, pytest.raises(Unavailable, match="no node answers"):
         fetch(NodeAddress(url))
     with answering(b"[]") as url, pytest.raises(Unavailable, match="is not a swarmnode"):
@@ -180,14 +180,14 @@ def test_nobody_there_and_somebody_else_are_one_clear_line() -> None:
 
 
 @pytest.mark.parametrize(("name", "title"), [("", "evening"), ("attic", "attic")])
-def test_the_title_is_the_swarms_name_where_the_node_has_none(name: str, title: str) -> None:
+def test_title_falls_back_to_the_swarm_name(name: str, title: str) -> None:
     snapshot = example()
     node = msgspec.structs.replace(snapshot.node, name=name, swarm_name="evening")
     shown = drawn(msgspec.structs.replace(snapshot, node=node), styles=False)
     assert title in shown.splitlines()[0]
 
 
-def test_it_says_which_engine_samples() -> None:
+def test_shows_the_sampling_engine() -> None:
     snapshot = example()
     report = snapshot.trainer.report
     assert report is not None

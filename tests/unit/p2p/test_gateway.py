@@ -76,7 +76,7 @@ def test_what_an_outside_address_means(outside, observed, kind):
 def test_doctor_explains_carrier_grade_nat(facts, level, says):
     check = check_router(facts)
     assert check.level == level
-    assert says in check.what
+    assert says in check.text
 
 
 def test_router_is_not_asked_when_reachable(monkeypatch):

@@ -306,7 +306,7 @@ def test_doctor_reports_why_a_model_cannot_train(tmp_path, embedded):
     assert checks.check_device(facts).level == "ok"
     found = checks.check_model(facts)
     assert (found.level, found.exit_code) == ("fail", 69)
-    assert "cannot be trained" in found.what
+    assert "cannot be trained" in found.text
 
 
 def test_doctor_survives_any_error_of_a_model(monkeypatch):

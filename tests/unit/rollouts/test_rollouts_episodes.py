@@ -9,14 +9,14 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, completion, episode, swarm_of
-from swarmnode.demo.liar.episodes import forged_episodes
+from swarmnode.demo.liar.author import BUILTIN_TASKS, completion, swarm_of
 from swarmnode.rollouts import groups
 from swarmnode.rollouts.admission import SCORER_ACTIONS, CandidateQueue
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn
+from tests.support.authors import Author, episode, forged_episodes
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.groups import external_group

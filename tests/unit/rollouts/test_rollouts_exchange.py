@@ -7,13 +7,14 @@ import msgspec
 import pytest
 import trio
 
-from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, completion
+from swarmnode.demo.liar.author import BUILTIN_TASKS, completion
 from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import limits, tensors
 from swarmnode.wire.messages import TaskRef
+from tests.support.authors import Author
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, policy
 

@@ -79,7 +79,7 @@ def test_no_text_of_a_task_becomes_markup() -> None:
     assert all(line.replace("&#124;", "").count("|") in (0, 3, 4) for line in body.splitlines())
 
 
-def test_without_a_token_or_a_name_nothing_is_begun(monkeypatch, tmp_path, capsys) -> None:
+def test_push_needs_a_token_and_a_name(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(Refused, match="HF_TOKEN"):
         check_target("me/model")
@@ -141,7 +141,7 @@ def test_hub_refusal_is_one_line(ours, export, status, why) -> None:
     assert (export / "README.md").exists()
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, export) -> None:
+def test_unreachable_hub_is_one_line(monkeypatch, export) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(

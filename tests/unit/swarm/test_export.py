@@ -67,14 +67,14 @@ def logits(model):
 def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
     policy = trained(tmp_path)
     assert command(tmp_path, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["step"], told["policy_version"], told["swarm"]) == (
+    result = json.loads(capsys.readouterr().out)
+    assert (result["kind"], result["step"], result["policy_version"], result["swarm"]) == (
         "weights",
         7,
         6,
         "ab",
     )
-    assert told == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
+    assert result == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(model), logits(policy.model))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -109,7 +109,7 @@ def test_other_users_can_read_an_export(tmp_path, lora):
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
-def test_another_models_state_is_refused_and_nothing_is_written(tmp_path, capsys):
+def test_state_of_another_model_is_refused(tmp_path, capsys):
     trained(tmp_path)
     assert command(tmp_path, "--set", "policy.lora.r=4") == 69
     assert "belongs to another model" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_without_a_state_there_is_nothing_to_export(tmp_path):
         export(tmp_path)
 
 
-def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
+def test_nonempty_directory_is_refused(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert command(tmp_path) == 69
@@ -137,7 +137,7 @@ def test_damaged_state_is_reported(tmp_path, damage):
         export(tmp_path)
 
 
-def test_a_target_that_cannot_be_written_leaves_no_rest(tmp_path):
+def test_failed_export_leaves_no_files(tmp_path):
     trained(tmp_path)
     (tmp_path / "out").touch()  # a file since the command looked
     with pytest.raises(Unavailable, match="cannot write"):

@@ -12,7 +12,7 @@ TWO = f"/dns4/example.org/tcp/9512/p2p/{OTHER_PEER}"
 
 
 @pytest.mark.parametrize("addresses", [[ONE], [ONE, TWO], [f"/ip6/2001:db8::7/tcp/1/p2p/{PEER}"]])
-def test_what_is_written_is_read(addresses):
+def test_written_invite_is_parsed(addresses):
     written = str(invite.Invite(tuple(addresses), bytes.fromhex(SWARM)))
     assert invite.parse(f"  {written}\n") == invite.Invite(tuple(addresses), bytes.fromhex(SWARM))
 
@@ -22,7 +22,7 @@ def test_an_address_twice_counts_once():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("", "no /swarm/"),
         (ONE, "no /swarm/"),
@@ -41,8 +41,8 @@ def test_an_address_twice_counts_once():
         ("x" * 10_000, "something else"),
     ],
 )
-def test_invalid_invites_are_explained(text, says):
+def test_invalid_invites_are_explained(text, error):
     with pytest.raises(ConfigError, match=r"^invite: ") as raised:
         invite.parse(text)
-    assert says in str(raised.value)
+    assert error in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -68,7 +68,7 @@ def test_key_is_replaced_only_on_request(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
 )
-def test_what_is_no_key_is_not_brought_in(tmp_path, data):
+def test_invalid_key_is_not_imported(tmp_path, data):
     file = tmp_path / "key"
     file.write_bytes(data)
     file.chmod(0o600)
@@ -102,6 +102,6 @@ def test_no_command_prints_the_key(tmp_path, capsys):
     assert cli.run(["key", "rotate", *data]) == 0
     assert cli.run(["key", "import", str(tmp_path / "k"), *data]) == 77
     assert cli.run(["key", "import", str(tmp_path / "k"), "--replace", *data]) == 0
-    said = "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
     for file in tmp_path.glob("*.key"):
-        assert file.read_text().splitlines()[1] not in said
+        assert file.read_text().splitlines()[1] not in printed

@@ -31,7 +31,7 @@ def problems(opened, config=CONFIG, peer=""):
 # ---- bytes
 
 
-def test_a_manifest_comes_back_as_it_was_signed():
+def test_signed_manifest_is_read_back():
     opened = founded()
     assert open_manifest(opened.signed) == opened
     assert opened.manifest.founder == KEY.public_key().public_bytes_raw()
@@ -122,17 +122,17 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "text"),
     [
         (TaskEntry("builtin/copy", "0000000000000000", ""), "version"),
         (TaskEntry("rg/unheard_of", "00", ""), "unknown to this version"),
         (TaskEntry("rg/countdown", "00", ""), "could run code"),
     ],
 )
-def test_different_tasks_are_named(task, says):
+def test_different_tasks_are_named(task, text):
     (problem,) = problems(founded(tasks=[task]))
     assert task.id in problem
-    assert says in problem
+    assert text in problem
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_local_directory_replaces_the_model(tmp_path):
     assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path)
 
 
-def test_the_hashes_decide_whether_the_model_is_the_swarms():
+def test_model_is_identified_by_its_hashes():
     opened = founded()
     manifest.check_model(opened.manifest, MODEL.fingerprint, MODEL.tokenizer)
     with pytest.raises(Refused, match="fingerprint"):
@@ -249,7 +249,7 @@ def test_terms_replace_settings_and_are_reported():
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
-def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
+def test_own_group_size_stays_within_bounds(own, agreed):
     assert (
         manifest.apply_terms(changed(training={"num_generations": own}), founded())[
             0
@@ -259,7 +259,7 @@ def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(8, 8), (100, 100), (4096, 512)])
-def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
+def test_own_completion_length_stays_below_the_limit(own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
     assert (
         manifest.apply_terms(changed(training={"max_completion_length": own}), opened)[
@@ -271,13 +271,13 @@ def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
 
 @pytest.mark.parametrize("model", ["embedded", "org/model"])
 @pytest.mark.parametrize("length", [4, 512])
-def test_an_unset_length_is_the_swarms(model, length):
+def test_unset_completion_length_is_the_limit(model, length):
     opened = founded(config=changed(training={"max_completion_length": length}), models=[])
     config = Config.model_validate({"policy": {"model": model}})
     assert manifest.apply_terms(config, opened)[0].training.max_completion_length == length
 
 
-def test_what_is_a_nodes_own_business_is_left_alone():
+def test_other_settings_of_a_node_stay():
     own = changed(
         training={"learning_rate": 0.5, "groups_per_step": 3},
         http={"port": 1},
@@ -306,7 +306,7 @@ def test_mc_grpo_stays_within_group_bounds(own, agreed):
     assert (config.training.num_generations, config.training.advantage) == (agreed, "mc_grpo")
 
 
-def test_what_is_shown_is_json():
+def test_displayed_manifest_is_json():
     assert (
         json.loads(json.dumps(manifest.displayable(founded().manifest)))["founder"]
         == KEY.public_key().public_bytes_raw().hex()

@@ -39,7 +39,7 @@ def test_an_empty_directory_has_no_manifest(tmp_path):
     assert manifest_store.apply_stored(config_in(tmp_path)) == (config_in(tmp_path), [])
 
 
-def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
+def test_chosen_manifest_sets_the_configuration(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
     store.choose(FIRST.swarm)
@@ -55,7 +55,7 @@ def test_invite_peers_are_added_to_bootstrap(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
-    store.keep_peers([there])
+    store.save_peers([there])
     assert manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers == [
         there,
         *opened.manifest.bootstrap,
@@ -108,7 +108,7 @@ def test_invalid_current_file_is_an_error(tmp_path):
         ManifestStore(tmp_path).current()
 
 
-def test_the_chain_of_successors_is_followed_to_its_end(tmp_path):
+def test_follows_the_chain_of_successors(tmp_path):
     store = ManifestStore(tmp_path)
     for opened in (FIRST, SECOND, THIRD):
         store.add(opened)
@@ -162,7 +162,7 @@ def test_real_model_gets_a_suitable_learning_rate(tmp_path, sections, rate):
     assert "training.learning_rate" not in {change.key for change in changes}
 
 
-def test_an_order_that_the_manifest_changes_is_not_logged(tmp_path):
+def test_changed_order_is_not_logged(tmp_path):
     chosen(tmp_path, founded())
     with capture_logs() as logged:
         Membership(config_in(tmp_path, task={"names": ["builtin/sum", "builtin/copy"]})).prepare()
@@ -172,13 +172,13 @@ def test_an_order_that_the_manifest_changes_is_not_logged(tmp_path):
 def test_overruled_setting_is_a_warning(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     chosen(tmp_path, founded(bootstrap=[there]))
-    said = {
+    own = {
         "policy": {"model": "org/other"},
         "task": {"names": ["builtin/sum", "builtin/copy"]},
         "network": {"initial_peers": []},
     }
     with capture_logs() as logged:
-        Membership(config_in(tmp_path, **said)).prepare()
+        Membership(config_in(tmp_path, **own)).prepare()
     levels = {line["key"]: line["log_level"] for line in logged if "key" in line}
     assert levels["policy.model"] == "warning"
     assert set(levels.values()) == {"warning", "info"}

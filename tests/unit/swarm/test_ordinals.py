@@ -46,7 +46,7 @@ async def ask(client, server, request, *protocols):
     return None
 
 
-async def test_one_node_serves_two_ordinals_and_names_a_third(tmp_path):
+async def test_node_serves_two_ordinals_and_names_a_third(tmp_path):
     older, newer = ManifestRequest(SWARM), NewerRequest(SWARM, b"")
     async with hosts(tmp_path, 2) as (server, client):
         serve(server, OLDER, ManifestRequest)

@@ -89,7 +89,7 @@ def test_recipe_figures_equal_the_plan(name):
     # one question's completions, beside what stays
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
-    assert settings.unsuited(policy, training) == []
+    assert settings.unsuitable_values(policy, training) == []
 
 
 def test_recipe_is_shown(capsys):
@@ -226,7 +226,7 @@ def test_recipes_are_listed(capsys):
 )
 def test_settings_unsuited_to_a_real_model_are_named(said, warnings):
     config = settings.load(overrides=said).config
-    found = settings.unsuited(config.policy, config.training)
+    found = settings.unsuitable_values(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
 
@@ -301,4 +301,4 @@ def test_error_of_a_large_row_names_the_remedy():
 
 
 def test_the_defaults_suit_the_embedded_policy():
-    assert settings.unsuited(Config().policy, Config().training) == []
+    assert settings.unsuitable_values(Config().policy, Config().training) == []
