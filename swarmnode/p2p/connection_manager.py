@@ -13,15 +13,15 @@ import logging
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
 from swarmnode.p2p import turnover
 from swarmnode.p2p.admission import PeerScores
-from swarmnode.p2p.connections import Connection, ConnectionTable
+from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
-from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.exchange import PeerExchange
+from swarmnode.p2p.library.hosts import Connection, Host
 from swarmnode.p2p.library.identifiers import is_peer_id
 from swarmnode.p2p.peers import DropReason, PeerTable
 from swarmnode.p2p.turnover import Liveness, PeerLink
@@ -32,18 +32,6 @@ CHECK_INTERVAL_SECONDS = 10.0
 GREET_JITTER_SECONDS = 0.5
 """Maximum random delay before a new peer is greeted, because that peer may have connected to many
 nodes at once."""
-
-
-class Greeter(Protocol):
-    """Runs the first exchange with a new peer."""
-
-    async def greet(self, peer: str) -> None:
-        """Greet a newly connected peer. Never raises for a fault of the peer."""
-        ...
-
-    def forget(self, peer: str) -> None:
-        """Drop the state of a disconnected peer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ class ConnectionManager:
         table: PeerTable,
         scores: PeerScores,
         dialer: Dialer,
-        greeter: Greeter,
+        exchange: PeerExchange,
         limits: ConnectionLimits,
     ) -> None:
         self._host = host
@@ -81,7 +69,7 @@ class ConnectionManager:
         self._table = table
         self._scores = scores
         self._dialer = dialer
-        self._greeter = greeter
+        self._exchange = exchange
         self._limits = limits
 
     async def run(self) -> None:
@@ -109,35 +97,31 @@ class ConnectionManager:
 
     # -- connections as they come and go
 
-    def opened(self, connection: Connection, first: bool) -> None:
-        """See `connections.Listener`."""
+    def opened(self, connection: Connection) -> None:
+        """Record a new connection; ban or greet its peer."""
         now = trio.current_time()
         self._table.record_connected(connection.peer, inbound=connection.inbound, now=now)
         if not self._scores.may_connect(
             connection.peer, now
         ):  # the peer was banned after its handshake
             self.disconnect(connection.peer)
-        elif first:
+        elif len(self._connections.with_peer(connection.peer)) == 1:
             self._host.nursery.start_soon(self._greet, connection.peer)
 
-    def closed(self, connection: Connection, last: bool) -> None:
-        """See `connections.Listener`."""
+    def closed(self, connection: Connection) -> None:
+        """Record a closed connection."""
         now, last_received = trio.current_time(), connection.last_received
-        when = (
-            "before any bytes"
-            if last_received is None
-            else f"{now - last_received:.1f} s after its last bytes"
+        silent = (
+            "no bytes received" if last_received is None else f"silent {now - last_received:.1f} s"
         )
-        log.debug("connection with %s closed, %s", connection.peer, when)
+        log.debug("connection with %s closed, %s", connection.peer, silent)
         self._table.record_disconnected(connection.peer, now)
-        if last:
-            self._greeter.forget(connection.peer)
         self._dialer.wake()
 
     async def _greet(self, peer: str) -> None:
         await trio.sleep(self._limits.rng.uniform(0.0, GREET_JITTER_SECONDS))
         if peer in self._table.connected():
-            await self._greeter.greet(peer)
+            await self._exchange.greet(peer)
             await trio.sleep(turnover.SETTLED_SECONDS)
             self._make_room()
 

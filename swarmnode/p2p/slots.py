@@ -1,4 +1,4 @@
-"""Limits on concurrent operations, per peer and in total."""
+"""Limits on concurrent operations and on rates, per peer and in total."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import trio
 
-FIRST_SECONDS = 60.0
-LONGEST_SECONDS = 3600.0
-MOST_SLOW = 1024
+SLOW_SECONDS = 60.0
+MAX_SLOW_SECONDS = 3600.0
+MAX_SLOW_PEERS = 1024
+MAX_RATE_KEYS = 4096
 
 
 class PeerSlots:
@@ -69,8 +70,8 @@ class PeerCap:
 
 
 class SlowPeers:
-    """Peers that blocked a slot by reading too slowly. An entry lasts FIRST_SECONDS, and twice as
-    long after each repetition, up to LONGEST_SECONDS. Pure and bounded."""
+    """Peers that blocked a slot by reading too slowly. An entry lasts SLOW_SECONDS, and twice as
+    long after each repetition, up to MAX_SLOW_SECONDS. Pure and bounded."""
 
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
@@ -78,12 +79,40 @@ class SlowPeers:
     def add(self, peer: str, now: float) -> None:
         """Record that `peer` was slow."""
         until, seconds = self._until.pop(peer, (-math.inf, 0.0))
-        seconds = min(2 * seconds, LONGEST_SECONDS) if now < until + seconds else FIRST_SECONDS
+        seconds = min(2 * seconds, MAX_SLOW_SECONDS) if now < until + seconds else SLOW_SECONDS
         self._until[peer] = (now + seconds, seconds)
-        if len(self._until) > MOST_SLOW:
+        if len(self._until) > MAX_SLOW_PEERS:
             self._until.popitem(last=False)
 
     def has(self, peer: str, now: float) -> bool:
         """Return True while `peer` counts as slow."""
         until, _ = self._until.get(peer, (-math.inf, 0.0))
         return now < until
+
+
+class RateLimiter:
+    """A token bucket for each key, a peer id or an IP address. Pure: `now` is monotonic time in
+    seconds.
+
+    Beyond MAX_RATE_KEYS the least recently active key is dropped.
+
+    Args:
+        burst: number of uses at once.
+        seconds: interval after which another use is allowed.
+    """
+
+    def __init__(self, burst: int, seconds: float) -> None:
+        self._burst = burst
+        self._seconds = seconds
+        self._buckets: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+        """Key → (remaining uses, time of the last call)."""
+
+    def allow(self, key: str, now: float) -> bool:
+        """Count one use and return True, or return False if none is left."""
+        left, at = self._buckets.pop(key, (float(self._burst), now))
+        left = min(float(self._burst), left + (now - at) / self._seconds)
+        allowed = left >= 1.0
+        self._buckets[key] = (left - allowed, now)
+        if len(self._buckets) > MAX_RATE_KEYS:
+            self._buckets.popitem(last=False)
+        return allowed

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Requests
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
 from swarmnode.wire.signed import open_summary, seal_summary
@@ -39,7 +40,8 @@ ROUND_SECONDS = limits.SUMMARY_SECONDS
 PEERS_PER_ROUND = 4
 """Peers asked in one round, least recently asked first."""
 REQUEST_BURST = 4
-"""A peer may send REQUEST_BURST requests in a burst and one more per half round."""
+REQUEST_SECONDS = ROUND_SECONDS / 2
+"""A peer may send REQUEST_BURST requests at once and one more per REQUEST_SECONDS."""
 MAX_CLAIMS = 1024
 """Maximum number of stored summaries. A summary that comes directly from its signer replaces the
 oldest forwarded one, or else the oldest."""
@@ -208,25 +210,6 @@ class Clocks:
         return min(offsets[(len(offsets) - 1) // 2], offsets[len(offsets) // 2], key=abs)
 
 
-class RequestLimiter:
-    """Request budgets of the connected peers: REQUEST_BURST in a burst, then one per half round.
-    Pure: `now` is in seconds."""
-
-    def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # peer → (remaining requests, time)
-
-    def retain(self, peers: list[str]) -> None:
-        """Drop the budgets of all other peers."""
-        self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
-
-    def take(self, peer: str, now: float) -> bool:
-        """Count a request; returns False if `peer` has none left."""
-        left, at = self._left.get(peer, (float(REQUEST_BURST), now))
-        left = min(float(REQUEST_BURST), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
-        self._left[peer] = (max(0.0, left), now)
-        return left >= 0
-
-
 class OwnSummary:
     """This node's own summary, as signed in the latest round."""
 
@@ -289,7 +272,7 @@ class Summaries:
         self._asked: dict[
             str, float
         ] = {}  # connected peer → time of the last request, on trio's clock
-        self._limiter = RequestLimiter()
+        self._limiter = RateLimiter(REQUEST_BURST, REQUEST_SECONDS)
         self._own = OwnSummary(key, swarm)
         requests.serve(
             ids.SUMMARY_PROTOCOL,
@@ -315,7 +298,6 @@ class Summaries:
     async def round(self, connected: list[str]) -> None:
         """Sign the own summary and ask a few peers."""
         self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
-        self._limiter.retain(connected)
         now = trio.current_time()
         frame = self._own.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
@@ -365,7 +347,7 @@ class Summaries:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Handle a request. Raises BadMessage, also if another peer signed the summary, and
         PeerError above the request rate."""
-        if not self._limiter.take(peer, trio.current_time()):
+        if not self._limiter.allow(peer, trio.current_time()):
             raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:

@@ -36,7 +36,14 @@ StreamTask = Callable[[Stream], Awaitable[None]]
 
 
 class Connection:
-    """An open connection; see `connections.Connection`."""
+    """An open connection.
+
+    Attributes:
+        peer: peer id of the remote end.
+        inbound: True if the peer dialled this node.
+        relay: peer id of the relay; None for a direct connection.
+        remote: remote address; None for a relayed connection.
+    """
 
     def __init__(self, connection: NetConnection, swarm: Swarm) -> None:
         muxed = connection.muxed_conn
@@ -60,7 +67,7 @@ class Connection:
 
     @property
     def last_received(self) -> float | None:
-        """Time of the last received bytes on trio's clock."""
+        """Time of the last received bytes on trio's clock; None before the first."""
         return getattr(self._connection.muxed_conn, "last_received_at", None)
 
     @property

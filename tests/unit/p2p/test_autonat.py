@@ -12,11 +12,8 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import (
     AUTONAT,
-    MAX_PAUSES,
     MAX_VOTES,
-    PAUSE_SECONDS,
     VOTE_SECONDS,
-    DialBackLimiter,
     Votes,
 )
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
@@ -184,17 +181,6 @@ def test_votes_age_and_are_bounded():
         votes.vote(f"p{number}", True, PUBLIC, float(number))
     assert votes.counts(100.0) == (MAX_VOTES, 0)
     assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
-
-
-def test_dial_backs_per_address_are_rare():
-    pauses = DialBackLimiter()
-    assert pauses.allow("5.5.5.5", 0.0)
-    assert pauses.allow("5.5.5.6", 0.0)
-    assert not pauses.allow("5.5.5.5", PAUSE_SECONDS - 0.1)
-    assert pauses.allow("5.5.5.5", PAUSE_SECONDS)
-    for number in range(2 * MAX_PAUSES):
-        pauses.allow(str(number), 0.0)
-    assert len(pauses._until) == MAX_PAUSES
 
 
 async def test_stock_autonat_reports_every_peer_reachable(tmp_path):

@@ -12,10 +12,6 @@ from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
 from swarmnode.p2p.punch import (
     DCUTR,
-    PEERS,
-    SESSION_SECONDS,
-    SESSIONS,
-    SessionLimiter,
     connect_from,
     dialable_targets,
 )
@@ -124,16 +120,3 @@ async def test_listening_port_is_shared_only_for_dialling(tmp_path):
         with pytest.raises(Unavailable, match="used by another process"):
             async with host(tmp_path / "b", listen_addrs=[str(own)]):
                 pass
-
-
-def test_sessions_per_peer_are_limited():
-    allowance = SessionLimiter()
-    assert [allowance.allow("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
-        False
-    ]
-    assert allowance.allow("b", 6.0)
-    assert not allowance.allow("a", SESSION_SECONDS - 0.1)
-    assert allowance.allow("a", SESSION_SECONDS)
-    for number in range(2 * PEERS):
-        allowance.allow(str(number), 0.0)
-    assert len(allowance._started) == PEERS

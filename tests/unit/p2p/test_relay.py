@@ -305,14 +305,6 @@ def test_circuits_are_counted_at_both_ends():
     assert book.open("a", "e")
 
 
-def test_who_calls_too_often_waits():
-    book = RelayState(RelayLimits())
-    assert [book.take_request("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
-    assert book.take_request("b", 0.0)
-    assert not book.take_request("a", 3.9)
-    assert book.take_request("a", 4.0)
-
-
 def test_reservations_are_renewed_and_refusals_back_off():
     plan = Reservations(random.Random(0))
     assert plan.due(["r", "s", "t"], 0.0) == "r"

@@ -17,7 +17,6 @@ from swarmnode.p2p.requests import (
     WRITE_SECONDS,
     Libp2pRequests,
 )
-from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import ids
 
@@ -278,25 +277,3 @@ async def test_slow_line_does_not_count_as_slow_peer(autojump_clock, nursery):
                     theirs.start_soon(library.opened, Theirs(PEER, frame(b"heartbeat"), seconds))
     assert served(requests) == {"ok": 8, "timeout": 5, "busy": 3}
     nursery.cancel_scope.cancel()
-
-
-def test_who_is_slow_again_is_answered_last_for_longer():
-    slow, now = SlowPeers(), 0.0
-    assert not slow.has(PEER, now)
-    seconds = FIRST_SECONDS
-    while seconds < LONGEST_SECONDS:
-        slow.add(PEER, now)
-        assert slow.has(PEER, now + 0.99 * seconds)
-        now += seconds
-        assert not slow.has(PEER, now)
-        seconds *= 2
-    for _ in range(3):
-        slow.add(PEER, now)
-    assert slow.has(PEER, now + 0.99 * LONGEST_SECONDS)
-    now += 2 * LONGEST_SECONDS
-    slow.add(PEER, now)
-    assert not slow.has(PEER, now + FIRST_SECONDS)
-    for number in range(MOST_SLOW):
-        slow.add(str(number), now)
-    assert not slow.has(PEER, now)
-    assert slow.has(str(MOST_SLOW - 1), now)
