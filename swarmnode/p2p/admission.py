@@ -1,5 +1,4 @@
-"""Admission of connections at the end of a handshake, and of messages by the reputation of their
-sender, on trio's clock."""
+"""Admission of connections at the end of a handshake."""
 
 from __future__ import annotations
 
@@ -9,41 +8,12 @@ import trio
 
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.gater import HandshakePeer
-from swarmnode.p2p.reputation import COST, Reputation, Standing
+from swarmnode.p2p.reputation import PeerScores
 
 MIN_PER_PREFIX = 4
 PREFIX_SHARE = 4
 """One /24 or /48 network, or the peers behind one relay, may hold 1/PREFIX_SHARE of the
 connections, and never fewer than MIN_PER_PREFIX."""
-
-
-class PeerScores:
-    """`api.PeerScoring` on a `Reputation`. `disconnect(peer)` is called when a peer is banned."""
-
-    def __init__(self, reputation: Reputation) -> None:
-        self.reputation = reputation
-        self.disconnect: Callable[[str], None] = lambda peer: None
-
-    def is_allowed(self, peer: str) -> bool:
-        """See `api.PeerScoring.is_allowed`."""
-        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
-
-    def may_connect(self, peer: str, now: float) -> bool:
-        """Return False if `peer` is banned, so that no connection with it is wanted."""
-        return self.reputation.standing(peer, now) is not Standing.BANNED
-
-    def score(self, peer: str) -> float:
-        """See `api.PeerScoring.score`."""
-        return self.reputation.score(peer, trio.current_time())
-
-    def accepted(self, peer: str) -> None:
-        """See `api.PeerScoring.accepted`."""
-        self.reputation.accepted(peer, trio.current_time())
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        """See `api.PeerScoring.rejected`."""
-        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
-            self.disconnect(peer)
 
 
 class Admission:

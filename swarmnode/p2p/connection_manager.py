@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import trio
 
 from swarmnode.p2p import turnover
-from swarmnode.p2p.admission import PeerScores
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.hosts import Connection, Host
 from swarmnode.p2p.library.identifiers import is_peer_id
 from swarmnode.p2p.peers import DropReason, PeerTable
+from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.turnover import Liveness, PeerLink
 
 log = logging.getLogger(__name__)

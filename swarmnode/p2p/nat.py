@@ -21,8 +21,7 @@ from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, OwnAddresses, parse_any
 from swarmnode.p2p.autonat import DialBack, Reachability, ReachabilityCheck, ReachStatistics
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.forwarding import ExternalView, Forwarding
-from swarmnode.p2p.gateway import RouterKind
+from swarmnode.p2p.gateway import ExternalView, Forwarding, RouterKind
 from swarmnode.p2p.library.hosts import Connection, Host
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics

@@ -23,8 +23,9 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import guards, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
-from swarmnode.p2p.admission import Admission, PeerScores
+from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Network
+from swarmnode.p2p.budget import Traffic, TrafficStatistics
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
 from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
@@ -36,10 +37,9 @@ from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.mdns import MdnsDiscovery
 from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
-from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics
+from swarmnode.p2p.reputation import PeerScores, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
-from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class SwarmSettings:
     bootstrap: list[tuple[Address, str]]
 
 
-class Libp2pNetwork:
+class Libp2pNetwork(PeerScores):
     """`api.Network` on libp2p. See there for `requests`, `streams` and `bulk`; `peers` is the table
     of known peers."""
 
@@ -100,18 +100,18 @@ class Libp2pNetwork:
         swarm: SwarmSettings,
         data_dir: Path,
     ) -> None:
+        super().__init__()
         rng = random.Random()
         self.host = host
         self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.advertised()]
-        self.scores = scores = PeerScores(Reputation())
         target = max(1, min(TARGET_PEERS, int(turnover.FULL_SHARE * cfg.max_connections)))
-        self.peers = PeerTable(host.peer_id, target, rng, may_connect=scores.may_connect)
+        self.peers = PeerTable(host.peer_id, target, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
-        self.requests = Libp2pRequests(host, scores.is_allowed)
-        self.streams = Libp2pStreams(host, scores.is_allowed)
-        self.bulk = Libp2pBulk(host, self.requests, scores)
-        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.is_allowed, rng)
+        self.requests = Libp2pRequests(host, self.is_allowed)
+        self.streams = Libp2pStreams(host, self.is_allowed)
+        self.bulk = Libp2pBulk(host, self.requests, self)
+        self.nat = Nat(host, self.connections, self.peers, cfg, own, self.is_allowed, rng)
         dialer = Dialer(self.peers, self.nat.connect)
         exchange = PeerExchange(
             self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
@@ -119,7 +119,7 @@ class Libp2pNetwork:
         mdns = MdnsDiscovery(host.peer_id, swarm.swarm, own.listen) if cfg.mdns else None
         self.discovery = Discovery(
             self.peers,
-            scores.reputation,
+            self.reputation,
             exchange,
             mdns,
             data_dir / "peers.json",
@@ -128,19 +128,18 @@ class Libp2pNetwork:
         )
         limits = ConnectionLimits(cfg.max_connections, target, self.nat.depends_on, rng)
         self.manager = ConnectionManager(
-            host, self.connections, self.peers, scores, dialer, exchange, limits
+            host, self.connections, self.peers, self, dialer, exchange, limits
         )
         self._gater = gater
         admission = Admission(
             host.peer_id,
             self.connections,
-            scores,
+            self,
             cfg.max_connections,
             swarm.members,
             self.nat.reach.arrived,
         )
         gater.admits = admission.admits
-        scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
     def set_budget(self, allows: Callable[[str], bool]) -> None:
@@ -197,24 +196,6 @@ class Libp2pNetwork:
 
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
-
-    # -- reputation
-
-    @property
-    def reputation(self) -> Reputation:
-        return self.scores.reputation
-
-    def is_allowed(self, peer: str) -> bool:
-        return self.scores.is_allowed(peer)
-
-    def score(self, peer: str) -> float:
-        return self.scores.score(peer)
-
-    def accepted(self, peer: str) -> None:
-        self.scores.accepted(peer)
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        self.scores.rejected(peer, reason, cost)
 
     def statistics(self) -> NetworkStatistics:
         return NetworkStatistics(

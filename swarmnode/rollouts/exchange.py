@@ -46,7 +46,7 @@ EXPIRE_SECONDS = 30.0
 
 
 class Budget(Protocol):
-    """The part of `p2p.metering.Meter` that the rollout service uses."""
+    """The part of `p2p.budget.Meter` that the rollout service uses."""
 
     def allows(self, choice: str) -> bool: ...
 

@@ -26,7 +26,7 @@ class MuxedConnection(Protocol):
     """Number of the latest ping; `_ping_event` is set when it was answered."""
     _ping_event: trio.Event
     last_received_at: float
-    """Time of the last received bytes on trio's clock, set by `p2p.traffic`; missing before the
+    """Time of the last received bytes on trio's clock, set by `p2p.budget`; missing before the
     first."""
 
     def get_remote_address(self) -> tuple[str, int] | None: ...

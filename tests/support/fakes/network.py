@@ -21,7 +21,7 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import Network, RequestHandler
-from swarmnode.p2p.reputation import COST, Reputation, Standing
+from swarmnode.p2p.reputation import PeerScores
 from tests.support.fakes.streams import MemoryBulk, MemoryStreams
 
 
@@ -73,13 +73,13 @@ class MemorySwarm:
         self.changed = trio.Event()
 
 
-class MemoryNetwork:
+class MemoryNetwork(PeerScores):
     """The network of one node; satisfies `api.Network`. pinned: peers of the last call of `pin`."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
+        super().__init__()
         self.peer_id = peer_id
         self.listen_addrs: list[str] = []
-        self.reputation = Reputation()
         self.requests = MemoryRequests(self, swarm)
         self.streams = MemoryStreams(self, swarm)
         self.bulk = MemoryBulk(self, swarm)
@@ -118,19 +118,6 @@ class MemoryNetwork:
 
     def group(self, peer: str) -> str | None:
         return None
-
-    def is_allowed(self, peer: str) -> bool:
-        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
-
-    def score(self, peer: str) -> float:
-        return self.reputation.score(peer, trio.current_time())
-
-    def accepted(self, peer: str) -> None:
-        self.reputation.accepted(peer, trio.current_time())
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
-            self.disconnect(peer)
 
 
 def check_is_network(network: MemoryNetwork) -> Network:

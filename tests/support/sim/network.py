@@ -2,7 +2,7 @@
 exchange, reputation and admission.
 
 This module replaces the libp2p host: connections with a handshake and pings, requests with one
-response, bulk chunks. Bytes are counted by protocol, as in `p2p.traffic`.
+response, bulk chunks. Bytes are counted by protocol, as in `p2p.budget.Traffic`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from typing import Any
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
-from swarmnode.p2p import book
 from swarmnode.p2p.addresses import Address, parse
-from swarmnode.p2p.admission import Admission, PeerScores
+from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Declined, RequestHandler, WrongPeer
+from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
-from swarmnode.p2p.discovery import Discovery
+from swarmnode.p2p.discovery import Discovery, render_book
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
-from swarmnode.p2p.reputation import COST, Reputation
+from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.slots import PeerCap, PeerSlots
-from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.wire import bulk
 from tests.support.sim.wires import History, Link, Timeline, Wires
 
@@ -160,7 +159,7 @@ class NoNat:
         return []
 
 
-class SimNetwork:
+class SimNetwork(PeerScores):
     """The network of one node; satisfies `api.Network`. rng: its own. nursery: ends with the
     node."""
 
@@ -176,6 +175,7 @@ class SimNetwork:
         nursery: trio.Nursery,
         max_connections: int = 200,
     ) -> None:
+        super().__init__()
         self.medium = medium
         self.peer_id = peer_id
         self.address = address
@@ -185,8 +185,7 @@ class SimNetwork:
         self.rng = rng
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.scores = scores = PeerScores(Reputation())
-        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=scores.may_connect)
+        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
         self.requests = SimRequests(self)
         self.bulk = SimBulk(self)
@@ -197,7 +196,7 @@ class SimNetwork:
         )  # type: ignore[arg-type]
         self.discovery = Discovery(
             self.peers,
-            scores.reputation,
+            self.reputation,
             exchange,
             None,
             data_dir / "peers.json",
@@ -206,12 +205,11 @@ class SimNetwork:
         )
         keeping = ConnectionLimits(max_connections, TARGET_PEERS, lambda peer: False, rng)
         self.manager = ConnectionManager(
-            SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping
+            SimHost(self, nursery), self.connections, self.peers, self, dialer, exchange, keeping
         )  # type: ignore[arg-type]
         self.admission = Admission(
-            peer_id, self.connections, scores, max_connections, None, lambda peer: None
+            peer_id, self.connections, self, max_connections, None, lambda peer: None
         )
-        scores.disconnect = self.disconnect
         self.connections.listeners.append(self.manager)
 
     def start(self) -> None:
@@ -266,24 +264,6 @@ class SimNetwork:
 
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
-
-    # -- api.PeerScoring
-
-    @property
-    def reputation(self) -> Reputation:
-        return self.scores.reputation
-
-    def is_allowed(self, peer: str) -> bool:
-        return self.scores.is_allowed(peer)
-
-    def score(self, peer: str) -> float:
-        return self.scores.score(peer)
-
-    def accepted(self, peer: str) -> None:
-        self.scores.accepted(peer)
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        self.scores.rejected(peer, reason, cost)
 
     # -- wire
 
@@ -369,7 +349,7 @@ class SimNetwork:
             self.connections.closed(connection)
 
     def book(self) -> bytes:
-        return book.render(self.peers, self.reputation, trio.current_time())
+        return render_book(self.peers, self.reputation, trio.current_time())
 
 
 # ---- requests ------------------------------------------------------------------------------------

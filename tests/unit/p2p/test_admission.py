@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import trio
+
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.admission import Admission, PeerScores
+from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.gater import HandshakePeer
-from swarmnode.p2p.reputation import BAN, Reputation
+from swarmnode.p2p.reputation import BAN, PeerScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ def candidate(
 def admission(
     max_connections: int = 40, members: set[str] | None = None, arrived=lambda peer: None
 ) -> tuple[Admission, ConnectionTable, PeerScores]:
-    table, scores = ConnectionTable(), PeerScores(Reputation())
+    table, scores = ConnectionTable(), PeerScores()
     return Admission("own", table, scores, max_connections, members, arrived), table, scores
 
 
@@ -66,7 +68,7 @@ async def test_relayed_peers_count_towards_their_relay():
     assert not rule.admits(candidate("y", relay="relay"))
     assert rule.admits(candidate("y", relay="another"))
     assert rule.admits(candidate("y", "5.5.5.5"))  # the relay's own address is not theirs
-    scores.rejected("x0", "test", cost=-BAN)
+    scores.reputation.rejected("x0", "test", trio.current_time(), -BAN)
     assert scores.score("x5") == 0.0  # and so its bans are nobody else's
 
 
@@ -75,7 +77,7 @@ async def test_self_banned_and_non_members_are_refused():
     assert rule.admits(candidate("a", "9.9.9.9"))
     assert not rule.admits(candidate("stranger", "9.9.9.9"))
     assert not rule.admits(candidate("own", "9.9.9.9"))
-    scores.rejected("b", "test", cost=-BAN)
+    scores.reputation.rejected("b", "test", trio.current_time(), -BAN)
     assert not rule.admits(candidate("b", "9.9.9.9"))
     assert not rule.admits(candidate("b", "9.9.9.9", inbound=False))
 

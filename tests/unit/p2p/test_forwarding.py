@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from swarmnode.p2p import gateway
-from swarmnode.p2p.forwarding import ExternalView, Forwarding
+from swarmnode.p2p.gateway import ExternalView, Forwarding
 from tests.support.router import Router
 
 HOUR = 3600.0
