@@ -166,8 +166,8 @@ def load_book(
 
 
 def save_book(path: Path, data: bytes) -> None:
-    """Write the result of `render_book`. A failure is logged. Blocks on fsync, so it must not run on
-    the trio thread."""
+    """Write the result of `render_book`. A failure is logged. Blocks on fsync, so it must not run
+    on the trio thread."""
     try:
         write_atomically(path, data)
     except OSError as error:

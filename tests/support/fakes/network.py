@@ -12,9 +12,9 @@ BadMessage("oversize") or PeerError.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any
 
 import trio
 
@@ -22,6 +22,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import Network, RequestHandler
 from swarmnode.p2p.reputation import PeerScores
+from swarmnode.p2p.slots import Service
 from tests.support.fakes.streams import MemoryBulk, MemoryStreams
 
 
@@ -125,42 +126,38 @@ def check_is_network(network: MemoryNetwork) -> Network:
     return network
 
 
-@dataclass
-class _Service:
-    handler: RequestHandler
-    max_request_bytes: int
-    max_response_bytes: int
-    concurrent: int
-    per_peer: int
-    deadline: float
-    active: Counter[str] = field(default_factory=Counter)
+class ServedProtocols:
+    """The serving side of `api.Requests`, with the product's limits, without streams."""
+
+    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._services: dict[str, Service] = {}
+
+    def serve(self, protocol: str, handler: RequestHandler, **limits: Any) -> None:
+        self._services[protocol] = Service(handler, **limits)
+
+    async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
+        """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
+        details of a refusal."""
+        service = self._services.get(protocol)
+        if service is None:
+            raise Incompatible(f"{protocol} is not supported here")
+        with contextlib.suppress(PeerError):
+            if self._is_allowed(peer):
+                async with service.respond(peer, data) as response:
+                    return response
+        raise PeerError("the stream was reset")
 
 
-class MemoryRequests:
+class MemoryRequests(ServedProtocols):
     """A request calls the handler of the other node under the caller's deadline."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
+        super().__init__(network.is_allowed)
         self._network = network
         self._swarm = swarm
-        self._services: dict[str, _Service] = {}
         self.last_received: dict[str, float] = {}
         """Peer → time of its last request or answer."""
-
-    def serve(
-        self,
-        protocol: str,
-        handler: RequestHandler,
-        *,
-        max_request_bytes: int,
-        max_response_bytes: int,
-        concurrent: int = 16,
-        per_peer: int | None = None,
-        deadline: float = 30.0,
-    ) -> None:
-        most = per_peer or max(1, concurrent // 4)
-        self._services[protocol] = _Service(
-            handler, max_request_bytes, max_response_bytes, concurrent, most, deadline
-        )
 
     async def request(
         self,
@@ -176,9 +173,9 @@ class MemoryRequests:
             await trio.sleep(self._swarm.latency)
             if peer not in self._network.connected():
                 raise PeerError(f"{peer} is not connected")
-            response = await self._swarm.nodes[peer].requests.answer(
-                self._network.peer_id, protocol, data
-            )
+            own, requests = self._network.peer_id, self._swarm.nodes[peer].requests
+            requests.last_received[own] = trio.current_time()
+            response = await requests.answer(own, protocol, data)
             await trio.sleep(self._swarm.latency)
             self.last_received[peer] = trio.current_time()
             if len(response) > max_response_bytes:
@@ -187,28 +184,3 @@ class MemoryRequests:
                 )
             return response
         raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
-
-    async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
-        """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
-        details of a refusal."""
-        self.last_received[peer] = trio.current_time()
-        service = self._services.get(protocol)
-        if service is None:
-            raise Incompatible(f"{protocol} is not supported here")
-        busy = (
-            service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
-        )
-        if busy or len(data) > service.max_request_bytes or not self._network.is_allowed(peer):
-            raise PeerError("the stream was reset")
-        service.active[peer] += 1
-        try:
-            with trio.move_on_after(service.deadline):
-                response = await service.handler(peer, data)
-                if len(response) <= service.max_response_bytes:
-                    return response
-        except PeerError:
-            # A refusal looks like any other unwanted request: the stream is reset.
-            pass
-        finally:
-            service.active[peer] -= 1
-        raise PeerError("the stream was reset")

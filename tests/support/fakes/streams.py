@@ -15,6 +15,7 @@ from swarmnode.wire import bulk
 
 if TYPE_CHECKING:  # loads libp2p
     from swarmnode.p2p.bulk.content import BulkSink, BulkSource
+    from swarmnode.p2p.reputation import PeerScores
     from swarmnode.wire.messages import BulkManifest
     from tests.support.fakes.network import MemoryNetwork, MemorySwarm
 
@@ -166,12 +167,11 @@ class MemoryStreams:
         return theirs
 
 
-class MemoryBulk:
-    """Copy chunks from the source to the sink and verify them as a real network does."""
+class OfferedTransfers:
+    """The offers of one node, and the checks of its fetches, for networks without streams."""
 
-    def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
-        self._network = network
-        self._swarm = swarm
+    def __init__(self, network: PeerScores) -> None:
+        self._scores = network
         self._offers: dict[bytes, tuple[BulkSource, frozenset[str] | None]] = {}
 
     def offer(
@@ -181,6 +181,45 @@ class MemoryBulk:
 
     def withdraw(self, transfer: bytes) -> None:
         self._offers.pop(transfer, None)
+
+    def deadline(self, peer: str, count: int) -> float:
+        return BULK_SECONDS
+
+    def source(self, peer: str, transfer: bytes, root: bytes | None = None) -> BulkSource:
+        """Return the source that `peer` may read. Raise Declined."""
+        source, audience = self._offers.get(transfer, (None, None))
+        if (
+            source is None
+            or (audience is not None and peer not in audience)
+            or root not in (None, source.root)
+            or not self._scores.is_allowed(peer)
+        ):
+            raise Declined("unknown")
+        return source
+
+    def store_chunk(
+        self, peer: str, manifest: BulkManifest, sink: BulkSink, index: int, data: memoryview
+    ) -> None:
+        """Verify and store a chunk that `peer` sent. Raise BadMessage."""
+        view = sink.view(index)
+        if len(data) != len(view):
+            raise PeerError("wrong length of a chunk")
+        view[:] = data
+        try:
+            bulk.check_chunk(manifest, index, view)
+        except BadMessage as error:
+            self._scores.rejected(peer, f"bulk_{error.reason}")
+            raise
+        sink.accept(index)
+
+
+class MemoryBulk(OfferedTransfers):
+    """Copy chunks from the source to the sink."""
+
+    def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
+        super().__init__(network)
+        self._network = network
+        self._swarm = swarm
 
     async def manifest(
         self,
@@ -192,9 +231,8 @@ class MemoryBulk:
     ) -> BulkManifest:
         with trio.move_on_after(deadline):
             await trio.sleep(self._swarm.latency)
-            manifest = self._source(peer, transfer).manifest(transfer)
-            if root is not None and bulk.root(manifest) != root:
-                raise BadMessage("bounds", "a manifest of another transfer")
+            manifest = self._source_of(peer, transfer).manifest(transfer)
+            bulk.check_manifest(manifest, transfer, root)
             return manifest
         raise PeerTimeout(f"no manifest of {peer} within {deadline:g} s")
 
@@ -212,35 +250,13 @@ class MemoryBulk:
         with trio.move_on_after(deadline):
             for index in sink.missing():
                 await trio.sleep(self._swarm.latency)
-                source = self._source(peer, transfer)
-                if source.root != bulk.root(manifest):
-                    raise Declined("unknown")
-                view = sink.view(index)
-                view[:] = source.chunk(index)
-                if bulk.digest(view) != bulk.expected(manifest, index):
-                    self._network.rejected(peer, "bulk_hash")
-                    raise BadMessage("hash", f"chunk {index} does not match the manifest")
-                sink.accept(index)
+                source = self._source_of(peer, transfer, bulk.root(manifest))
+                self.store_chunk(peer, manifest, sink, index, source.chunk(index))
             return
         raise PeerTimeout(f"{peer} did not send {manifest.size} bytes within {deadline:g} s")
 
-    def deadline(self, peer: str, count: int) -> float:
-        return BULK_SECONDS
-
-    def _source(self, peer: str, transfer: bytes) -> BulkSource:
-        """Return an offered source. Raise PeerError."""
+    def _source_of(self, peer: str, transfer: bytes, root: bytes | None = None) -> BulkSource:
+        """Return the source that `peer` offers to this node. Raise PeerError."""
         if peer not in self._network.connected():
             raise PeerError(f"{peer} is not connected")
-        source = self._swarm.nodes[peer].bulk.offered_to(self._network.peer_id, transfer)
-        if source is None:
-            raise Declined("unknown")
-        return source
-
-    def offered_to(self, peer: str, transfer: bytes) -> BulkSource | None:
-        """Return the source offered under this id, if `peer` may read it."""
-        source, audience = self._offers.get(transfer, (None, None))
-        return (
-            source
-            if (audience is None or peer in audience) and self._network.is_allowed(peer)
-            else None
-        )
+        return self._swarm.nodes[peer].bulk.source(self._network.peer_id, transfer, root)

@@ -21,7 +21,7 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address, parse
 from swarmnode.p2p.admission import Admission
-from swarmnode.p2p.api import Declined, RequestHandler, WrongPeer
+from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
@@ -32,17 +32,17 @@ from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import PeerScores
-from swarmnode.p2p.slots import PeerCap, PeerSlots
+from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER
+from swarmnode.p2p.slots import PeerSlots
 from swarmnode.wire import bulk
+from tests.support.fakes.network import ServedProtocols
+from tests.support.fakes.streams import BULK_SECONDS, OfferedTransfers
 from tests.support.sim.wires import History, Link, Timeline, Wires
 
 HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
 """Overhead of a frame in bytes."""
-PER_PEER, IN_ALL = 8, 64
-"""Same values as in `p2p.requests`."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
-BULK_SECONDS = 10.0
 BULK = "bulk"
 
 
@@ -355,15 +355,6 @@ class SimNetwork(PeerScores):
 # ---- requests ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Service:
-    handler: RequestHandler
-    max_request_bytes: int
-    max_response_bytes: int
-    room: PeerCap
-    deadline: float
-
-
 class Pending:
     """A pending request. outcome: bytes, or the error to raise."""
 
@@ -378,32 +369,16 @@ class Pending:
             self.done.set()
 
 
-class SimRequests:
+class SimRequests(ServedProtocols):
     """Requests with one response and the limits of `p2p.requests`."""
 
     def __init__(self, network: SimNetwork) -> None:
+        super().__init__(network.is_allowed)
         self._network = network
-        self._services: dict[str, Service] = {}
         self._slots: dict[str, PeerSlots] = collections.defaultdict(
-            lambda: PeerSlots(PER_PEER, IN_ALL)
+            lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         )
         self._pending: dict[Pending, None] = {}
-
-    def serve(
-        self,
-        protocol: str,
-        handler: RequestHandler,
-        *,
-        max_request_bytes: int,
-        max_response_bytes: int,
-        concurrent: int = 16,
-        per_peer: int | None = None,
-        deadline: float = 30.0,
-    ) -> None:
-        room = PeerCap(per_peer or max(1, concurrent // 4), concurrent)
-        self._services[protocol] = Service(
-            handler, max_request_bytes, max_response_bytes, room, deadline
-        )
 
     async def request(
         self,
@@ -467,10 +442,12 @@ class SimRequests:
     async def _answer(
         self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int
     ) -> None:
-        peer, outcome = (
-            connection.network.peer_id,
-            await self._handle(connection.network.peer_id, protocol, data),
-        )
+        peer = connection.network.peer_id
+        outcome: bytes | PeerError
+        try:
+            outcome = await self.answer(peer, protocol, data)
+        except PeerError as error:
+            outcome = error
         if isinstance(outcome, bytes) and len(outcome) > most:
             outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
         back = [
@@ -482,55 +459,16 @@ class SimRequests:
             size = len(outcome) if isinstance(outcome, bytes) else 0
             self._network.transmit(back[0], protocol, size, lambda: pending.resolve(outcome))
 
-    async def _handle(self, peer: str, protocol: str, data: bytes) -> bytes | PeerError:
-        refused = PeerError("the stream was reset")
-        service = self._services.get(protocol)
-        if service is None:
-            return Incompatible(f"{protocol} is not supported here")
-        with service.room.slot(peer) as entered:
-            if (
-                not entered
-                or len(data) > service.max_request_bytes
-                or not self._network.is_allowed(peer)
-            ):
-                return refused
-            try:
-                with trio.move_on_after(service.deadline):
-                    response = await service.handler(peer, data)
-                    return response if len(response) <= service.max_response_bytes else refused
-            except PeerError:
-                pass
-        return refused
-
 
 # ---- bulk ----------------------------------------------------------------------------------------
 
 
-class SimBulk:
+class SimBulk(OfferedTransfers):
     """Manifests and chunks over the same links. Every chunk is verified as on a real network."""
 
     def __init__(self, network: SimNetwork) -> None:
+        super().__init__(network)
         self._network = network
-        self.offers: dict[bytes, tuple[Any, frozenset[str] | None]] = {}
-
-    def offer(
-        self, transfer: bytes, source: Any, *, audience: Collection[str] | None = None
-    ) -> None:
-        self.offers[transfer] = source, None if audience is None else frozenset(audience)
-
-    def withdraw(self, transfer: bytes) -> None:
-        self.offers.pop(transfer, None)
-
-    def source(self, peer: str, transfer: bytes) -> Any:
-        """Return the source that `peer` may read. Raise Declined."""
-        source, audience = self.offers.get(transfer, (None, None))
-        if (
-            source is None
-            or (audience is not None and peer not in audience)
-            or not self._network.is_allowed(peer)
-        ):
-            raise Declined("unknown")
-        return source
 
     async def manifest(
         self,
@@ -545,8 +483,7 @@ class SimBulk:
             return manifest, len(manifest.hashes) + 64
 
         manifest = await self._call(peer, deadline, answer)
-        if root is not None and bulk.root(manifest) != root:
-            raise BadMessage("bounds", "a manifest of another transfer")
+        bulk.check_manifest(manifest, transfer, root)
         return manifest
 
     async def fetch(
@@ -565,25 +502,12 @@ class SimBulk:
                 SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index
             )
             data = await self._call(peer, until - trio.current_time(), chunk)
-            view = sink.view(index)
-            if len(data) != len(view):
-                raise PeerError("wrong length of a chunk")
-            view[:] = data
-            if bulk.digest(view) != bulk.expected(manifest, index):
-                self._network.rejected(peer, "bulk_hash")
-                raise BadMessage("hash", f"chunk {index} does not match the manifest")
-            sink.accept(index)
+            self.store_chunk(peer, manifest, sink, index, data)
 
     def chunk(self, peer: str, transfer: bytes, manifest: Any, index: int) -> tuple[Any, int]:
         """Return (bytes, their number)."""
-        source = self.source(peer, transfer)
-        if source.root != bulk.root(manifest):
-            raise Declined("unknown")
-        data = bytes(source.chunk(index))
+        data = bytes(self.source(peer, transfer, bulk.root(manifest)).chunk(index))
         return data, len(data)
-
-    def deadline(self, peer: str, count: int) -> float:
-        return BULK_SECONDS
 
     async def _call(
         self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]
