@@ -21,10 +21,10 @@ from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.hosts import Connection, Host
-from swarmnode.p2p.library.identifiers import is_peer_id
 from swarmnode.p2p.peers import DropReason, PeerTable
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.turnover import Liveness, PeerLink
+from swarmnode.wire.envelope import peer_key
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,9 @@ class ConnectionManager:
 
     def pin(self, peers: Collection[str]) -> None:
         """See `api.Connections.pin`."""
-        pinned = {peer for peer in peers if peer != self._host.peer_id and is_peer_id(peer)}
+        pinned = {
+            peer for peer in peers if peer != self._host.peer_id and peer_key(peer) is not None
+        }
         self._host.pin(pinned)
         self._table.pin(pinned, trio.current_time())
         self._dialer.wake()

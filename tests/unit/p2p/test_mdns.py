@@ -15,26 +15,6 @@ def peers(tmp_path) -> list[str]:
     return [identity.load_or_create(tmp_path / str(index)).peer_id for index in range(2)]
 
 
-def test_wildcards_become_addresses_without_loopback():
-    hosts = [("ip4", "0.0.0.0"), ("ip4", "127.0.0.1"), ("ip6", "::"), ("ip4", "10.1.1.1")]
-    listen = [Address(kind, where, 4001 + index) for index, (kind, where) in enumerate(hosts)]
-    interfaces = [
-        "127.0.0.1",
-        "192.168.1.5",
-        "10.0.0.2",
-        "::1",
-        "fd00::7",
-        "fe80::1",
-        "169.254.3.3",
-    ]
-    assert [str(each) for each in mdns.advertised(listen, interfaces)] == [
-        "/ip4/192.168.1.5/tcp/4001",
-        "/ip4/10.0.0.2/tcp/4001",
-        "/ip6/fd00::7/tcp/4003",
-        "/ip4/10.1.1.1/tcp/4004",
-    ]
-
-
 def test_every_swarm_has_its_own_service_type():
     assert mdns.service_type(SWARM) != mdns.service_type(bytes(32))
     name = mdns.service_type(SWARM).split(".")[0]

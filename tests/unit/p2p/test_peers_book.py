@@ -1,17 +1,16 @@
 import json
 import random
 
-import base58
 import pytest
 
-from swarmnode.p2p import addresses
 from swarmnode.p2p.discovery import BOOK_BYTES, BOOK_PEERS, load_book, render_book, save_book
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import Reputation, Standing
+from swarmnode.wire.envelope import peer_id
 
 
 def peer(index: int) -> str:
-    return base58.b58encode(addresses.ED25519_PEER_ID + (index + 1).to_bytes(32, "big")).decode()
+    return peer_id((index + 2).to_bytes(32, "big"))
 
 
 def table() -> PeerTable:
