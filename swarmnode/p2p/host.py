@@ -63,7 +63,7 @@ async def open_host(
             identity.key_pair, own.announce, gater, cfg.max_connections, secret
         )
         async with (
-            build.running(library, own.listen),
+            guards.running(library, own.listen),
             trio.open_nursery() as nursery,
         ):
             network = Libp2pNetwork(

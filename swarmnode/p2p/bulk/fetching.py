@@ -1,6 +1,6 @@
-"""The requesting side: ask a peer for chunks, verify each chunk, store it in the caller's sink.
+"""One fetch on one stream, and estimates of the peers' bandwidth.
 
-    fetch ─▶ wait for a slot ─▶ request ─▶ response ─▶ each chunk: read, compare its hash, accept
+    request ─▶ response ─▶ each chunk: read, compare its hash, accept
 
 The sink knows which chunks it has. A fetch that fails is not repeated here: the caller calls again
 for the missing chunks.
@@ -10,119 +10,34 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 from collections.abc import Iterator
 
 import trio
 
-from swarmnode.errors import BadMessage, PeerError, PeerTimeout
-from swarmnode.p2p.api import Declined, PeerScoring, Requests
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk.content import BulkSink
 from swarmnode.p2p.bulk.serving import STALL_SECONDS
-from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
-from swarmnode.p2p.slots import PeerSlots
-from swarmnode.p2p.stream_calls import frame, read_frame, run_on_new_stream
-from swarmnode.wire import bulk, codec, ids, limits
-from swarmnode.wire.bounds import check_message
-from swarmnode.wire.messages import (
-    BulkManifest,
-    BulkManifestRequest,
-    BulkManifestResponse,
-    BulkRequest,
-    BulkResponse,
-)
+from swarmnode.p2p.stream_calls import frame, read_frame
+from swarmnode.wire import bulk, codec, limits
+from swarmnode.wire.messages import BulkManifest, BulkRequest, BulkResponse
 
-MANIFEST_TIMEOUT_SECONDS = 10.0
-FETCHES = 4
-FETCHES_PER_PEER = 1
-"""Concurrent fetches. Others wait for a slot within their own deadlines."""
-OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "cancelled")
-
-
-class BulkFetcher:
-    """Fetches manifests and chunks from peers. `outcomes` counts finished fetches by OUTCOMES."""
-
-    def __init__(self, host: Host, requests: Requests, scores: PeerScoring) -> None:
-        self.bandwidth = BandwidthEstimates()
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.received_bytes = 0
-        self.seconds = 0.0
-        self.slots = PeerSlots(FETCHES_PER_PEER, FETCHES)
-        self._host = host
-        self._requests = requests
-        self._scores = scores
-
-    async def manifest(
-        self, peer: str, transfer: bytes, deadline: float, root: bytes | None
-    ) -> BulkManifest:
-        """See `api.Bulk.manifest`."""
-        data = await self._requests.request(
-            peer,
-            ids.BULK_MANIFEST_PROTOCOL,
-            codec.encode(BulkManifestRequest(transfer)),
-            deadline=deadline,
-            max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
-        )
-        response = codec.decode(data, BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES)
-        if response.status != "ok":
-            raise Declined(response.status)
-        manifest = codec.decode(response.manifest, BulkManifest, limits.BULK_MANIFEST_BYTES)
-        bulk.check_manifest(manifest, transfer, root)
-        return manifest
-
-    async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, deadline: float
-    ) -> None:
-        """See `api.Bulk.fetch`. After it returns or raises, nothing writes to the sink."""
-        check_message(manifest)
-        if sink.size != manifest.size:
-            raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")
-        download = Download(transfer, manifest, sink)
-        if not download.wanted:
-            return
-        outcome = "failed"
-        try:
-            with trio.move_on_after(deadline) as scope:
-                async with self.slots.slot(peer):
-                    await self._receive(peer, download)
-            if scope.cancelled_caught:
-                raise PeerTimeout(
-                    f"{peer} sent {download.received} of {download.size} bytes in {deadline:g} s"
-                )
-            outcome = "ok"
-        except trio.Cancelled:
-            outcome = "cancelled"
-            raise
-        except PeerError as error:
-            outcome = _outcome(error)
-            if isinstance(error, BadMessage):
-                self._scores.rejected(peer, f"bulk_{outcome}")
-            raise
-        finally:
-            self.outcomes[outcome] += 1
-
-    async def _receive(self, peer: str, download: Download) -> None:
-        """Receive all wanted chunks on one stream, and record the bandwidth."""
-        began = trio.current_time()
-        try:
-            with download.stall_scope:
-                download.postpone_stall()
-                await run_on_new_stream(
-                    self._host, peer, ids.BULK_PROTOCOL, download.receive, deadline=math.inf
-                )
-            if download.stall_scope.cancelled_caught:
-                raise PeerTimeout(f"{peer} sent nothing for {STALL_SECONDS:g} s")
-        except PeerError:
-            if download.sink_error is not None:
-                raise download.sink_error from None
-            raise
-        finally:
-            download.abandoned = True
-            elapsed = trio.current_time() - began
-            self.bandwidth.observe(peer, download.received, elapsed)
-            self.received_bytes += download.received
-            self.seconds += elapsed
+BANDWIDTH_PEERS = 1024
+"""Number of peers with an estimate; the least recently measured is dropped."""
+NEWEST_WEIGHT = 0.3
+"""Weight of the newest transfer in the moving average."""
+DEFAULT_BANDWIDTH = 2e6
+"""Bytes per second: upper bound for a peer without measurements."""
+DEFAULT_QUANTILE = 0.75
+"""A peer without measurements is estimated at this quantile of the measured peers. A mean would let
+slow peers lower the estimate of every peer."""
+MIN_BANDWIDTH = 64 * 1024
+"""Bytes per second: lower bound of every estimate, so that no deadline is without bound."""
+MIN_MEASURED_BYTES = 256 * 1024
+"""Shorter transfers measure latency, not bandwidth."""
+DEADLINE_FACTOR = 3.0
+DEADLINE_SLACK_SECONDS = 2.0
 
 
 class Download:
@@ -194,32 +109,6 @@ class Download:
             # Whatever the caller's sink raises is raised to the caller; the peer is not at fault.
             self.sink_error = error
             raise PeerError("the sink failed") from error
-
-
-def _outcome(error: PeerError) -> str:
-    """Return the entry of OUTCOMES for an error."""
-    if isinstance(error, Declined):
-        return error.status
-    if isinstance(error, BadMessage):
-        return "hash" if error.reason == "hash" else "malformed"
-    return "timeout" if isinstance(error, PeerTimeout) else "failed"
-
-
-BANDWIDTH_PEERS = 1024
-"""Number of peers with an estimate; the least recently measured is dropped."""
-NEWEST_WEIGHT = 0.3
-"""Weight of the newest transfer in the moving average."""
-DEFAULT_BANDWIDTH = 2e6
-"""Bytes per second: upper bound for a peer without measurements."""
-DEFAULT_QUANTILE = 0.75
-"""A peer without measurements is estimated at this quantile of the measured peers. A mean would let
-slow peers lower the estimate of every peer."""
-MIN_BANDWIDTH = 64 * 1024
-"""Bytes per second: lower bound of every estimate, so that no deadline is without bound."""
-MIN_MEASURED_BYTES = 256 * 1024
-"""Shorter transfers measure latency, not bandwidth."""
-DEADLINE_FACTOR = 3.0
-DEADLINE_SLACK_SECONDS = 2.0
 
 
 class BandwidthEstimates:

@@ -1,25 +1,41 @@
-"""`network.bulk`: the transfers that this node offers, and its fetches from peers."""
+"""The bulk service of a network: the content that this node offers, and its fetches from peers.
+
+fetch ─▶ wait for a slot ─▶ new stream: `fetching.Download` ◀─▶ `serving.BulkServer` of the peer
+"""
 
 from __future__ import annotations
 
+import collections
+import math
 from collections.abc import Callable, Collection
 
 import msgspec
+import trio
 
-from swarmnode.p2p.api import PeerScoring, Requests
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p.api import Declined, PeerScoring, Requests
 from swarmnode.p2p.bulk.content import BulkSink, BulkSource
-from swarmnode.p2p.bulk.fetching import MANIFEST_TIMEOUT_SECONDS, BulkFetcher
-from swarmnode.p2p.bulk.serving import BulkServer
+from swarmnode.p2p.bulk.fetching import BandwidthEstimates, Download
+from swarmnode.p2p.bulk.serving import STALL_SECONDS, BulkServer
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.wire import ids, limits
-from swarmnode.wire.messages import BulkManifest
+from swarmnode.p2p.slots import PeerSlots
+from swarmnode.p2p.stream_calls import run_on_new_stream
+from swarmnode.wire import bulk, codec, ids, limits
+from swarmnode.wire.bounds import check_message
+from swarmnode.wire.messages import BulkManifest, BulkManifestRequest, BulkManifestResponse
+
+MANIFEST_TIMEOUT_SECONDS = 10.0
+FETCHES = 4
+FETCHES_PER_PEER = 1
+"""Concurrent fetches. Others wait for a slot within their own deadlines."""
+OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "cancelled")
 
 
 class BulkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, and gauges of now."""
 
     fetched: dict[str, int] = {}
-    """Ended fetches of this node, by outcome (`fetching.OUTCOMES`)."""
+    """Ended fetches of this node, by outcome (OUTCOMES)."""
     served: dict[str, int] = {}
     """Ended streams of peers that fetched, by outcome (`serving.OUTCOMES`)."""
     received_bytes: int = 0
@@ -41,8 +57,13 @@ class Libp2pBulk:
     def __init__(self, host: Host, requests: Requests, scores: PeerScoring) -> None:
         self._host = host
         self._requests = requests
+        self._scores = scores
         self._server = BulkServer(scores.is_allowed)
-        self._fetcher = BulkFetcher(host, requests, scores)
+        self._slots = PeerSlots(FETCHES_PER_PEER, FETCHES)
+        self._bandwidth = BandwidthEstimates()
+        self._outcomes: collections.Counter[str] = collections.Counter()
+        self._received_bytes = 0
+        self._seconds = 0.0
 
     def start(self) -> None:
         """Start to serve chunks and manifests."""
@@ -78,7 +99,19 @@ class Libp2pBulk:
         root: bytes | None = None,
     ) -> BulkManifest:
         """See `api.Bulk.manifest`."""
-        return await self._fetcher.manifest(peer, transfer, deadline, root)
+        data = await self._requests.request(
+            peer,
+            ids.BULK_MANIFEST_PROTOCOL,
+            codec.encode(BulkManifestRequest(transfer)),
+            deadline=deadline,
+            max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
+        )
+        response = codec.decode(data, BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES)
+        if response.status != "ok":
+            raise Declined(response.status)
+        manifest = codec.decode(response.manifest, BulkManifest, limits.BULK_MANIFEST_BYTES)
+        bulk.check_manifest(manifest, transfer, root)
+        return manifest
 
     async def fetch(
         self,
@@ -89,23 +122,78 @@ class Libp2pBulk:
         *,
         deadline: float,
     ) -> None:
-        """See `api.Bulk.fetch`."""
-        await self._fetcher.fetch(peer, transfer, manifest, sink, deadline)
+        """See `api.Bulk.fetch`. After it returns or raises, nothing writes to the sink."""
+        check_message(manifest)
+        if sink.size != manifest.size:
+            raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")
+        download = Download(transfer, manifest, sink)
+        if not download.wanted:
+            return
+        outcome = "failed"
+        try:
+            with trio.move_on_after(deadline) as scope:
+                async with self._slots.slot(peer):
+                    await self._receive(peer, download)
+            if scope.cancelled_caught:
+                raise PeerTimeout(
+                    f"{peer} sent {download.received} of {download.size} bytes in {deadline:g} s"
+                )
+            outcome = "ok"
+        except trio.Cancelled:
+            outcome = "cancelled"
+            raise
+        except PeerError as error:
+            outcome = _outcome(error)
+            if isinstance(error, BadMessage):
+                self._scores.rejected(peer, f"bulk_{outcome}")
+            raise
+        finally:
+            self._outcomes[outcome] += 1
 
     def deadline(self, peer: str, count: int) -> float:
         """See `api.Bulk.deadline`."""
-        return self._fetcher.bandwidth.deadline(peer, count)
+        return self._bandwidth.deadline(peer, count)
 
     def statistics(self) -> BulkStatistics:
-        fetcher, server = self._fetcher, self._server
         return BulkStatistics(
-            fetched=dict(fetcher.outcomes),
-            served=dict(server.outcomes),
-            received_bytes=fetcher.received_bytes,
-            sent_bytes=server.sent_bytes,
-            seconds=fetcher.seconds,
-            bandwidth=fetcher.bandwidth.snapshot(),
-            offers=len(server.offers),
-            fetching=len(fetcher.slots),
-            serving=server.active,
+            fetched=dict(self._outcomes),
+            served=dict(self._server.outcomes),
+            received_bytes=self._received_bytes,
+            sent_bytes=self._server.sent_bytes,
+            seconds=self._seconds,
+            bandwidth=self._bandwidth.snapshot(),
+            offers=len(self._server.offers),
+            fetching=len(self._slots),
+            serving=self._server.active,
         )
+
+    async def _receive(self, peer: str, download: Download) -> None:
+        """Receive all wanted chunks on one stream, and record the bandwidth."""
+        began = trio.current_time()
+        try:
+            with download.stall_scope:
+                download.postpone_stall()
+                await run_on_new_stream(
+                    self._host, peer, ids.BULK_PROTOCOL, download.receive, deadline=math.inf
+                )
+            if download.stall_scope.cancelled_caught:
+                raise PeerTimeout(f"{peer} sent nothing for {STALL_SECONDS:g} s")
+        except PeerError:
+            if download.sink_error is not None:
+                raise download.sink_error from None
+            raise
+        finally:
+            download.abandoned = True
+            elapsed = trio.current_time() - began
+            self._bandwidth.observe(peer, download.received, elapsed)
+            self._received_bytes += download.received
+            self._seconds += elapsed
+
+
+def _outcome(error: PeerError) -> str:
+    """Return the entry of OUTCOMES for an error."""
+    if isinstance(error, Declined):
+        return error.status
+    if isinstance(error, BadMessage):
+        return "hash" if error.reason == "hash" else "malformed"
+    return "timeout" if isinstance(error, PeerTimeout) else "failed"

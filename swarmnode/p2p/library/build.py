@@ -3,10 +3,8 @@ secio and mplex, dial peers of their own choice, and retry without notice."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
 from typing import cast
 
 import trio
@@ -22,8 +20,6 @@ from swarmnode.p2p import guards
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.gater import ConnectionGater
 from swarmnode.p2p.library.objects import LibraryHost
-
-CLOSE_SECONDS = 5.0
 
 
 def build_host(
@@ -79,17 +75,6 @@ def as_library_host(host: IHost) -> LibraryHost:
     return cast("LibraryHost", host)
 
 
-@contextlib.asynccontextmanager
-async def running(host: IHost, listen: list[Address]) -> AsyncIterator[None]:
-    """Run the host, listening, until the block is left. Raises Unavailable if it cannot listen."""
-    async with guards.running(host, [Multiaddr(str(address)) for address in listen]):
-        try:
-            yield
-        finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
-                await _close_connections(as_library_host(host))
-
-
 def silence_library_log() -> None:
     """Silence the library's log, because it logs at ERROR what any stranger can cause, so a
     stranger could fill the disk. This node counts the relevant events itself.
@@ -99,11 +84,3 @@ def silence_library_log() -> None:
     if not os.environ.get("LIBP2P_DEBUG"):
         for name in ("libp2p", "libp2p.network.auto_connector", "libp2p.network.connection_pruner"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-async def _close_connections(host: LibraryHost) -> None:
-    """Close all connections concurrently; the library takes 0.2 s for each in turn."""
-    swarm = host.get_network()
-    async with trio.open_nursery() as nursery:
-        for peer in list(swarm.connections):
-            nursery.start_soon(swarm.close_peer, peer)
