@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import trio
 
@@ -34,25 +33,20 @@ GREET_JITTER_SECONDS = 0.5
 nodes at once."""
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits on the number of connections.
+class ConnectionManager:
+    """Listens to `connections` and keeps `table` consistent with them.
 
-    Attributes:
-        max_connections: maximum number of connections.
-        target_peers: desired number of connected peers.
+    Args:
+        host: the libp2p host.
+        connections: the open connections.
+        table: the known peers.
+        scores: bans of peers.
+        dialer: dials the peers that `table` selects.
+        exchange: greets new peers.
+        max_connections: as `network.max_connections`.
         depends_on: returns True for peers that must be kept.
         rng: random source.
     """
-
-    max_connections: int
-    target_peers: int
-    depends_on: Callable[[str], bool]
-    rng: random.Random
-
-
-class ConnectionManager:
-    """Listens to `connections` and keeps `table` consistent with them."""
 
     def __init__(
         self,
@@ -62,7 +56,9 @@ class ConnectionManager:
         scores: PeerScores,
         dialer: Dialer,
         exchange: PeerExchange,
-        limits: ConnectionLimits,
+        max_connections: int,
+        depends_on: Callable[[str], bool],
+        rng: random.Random,
     ) -> None:
         self._host = host
         self._connections = connections
@@ -70,7 +66,9 @@ class ConnectionManager:
         self._scores = scores
         self._dialer = dialer
         self._exchange = exchange
-        self._limits = limits
+        self._max_connections = max_connections
+        self._depends_on = depends_on
+        self._rng = rng
 
     async def run(self) -> None:
         """Dial peers and maintain connections until cancelled."""
@@ -121,7 +119,7 @@ class ConnectionManager:
         self._dialer.wake()
 
     async def _greet(self, peer: str) -> None:
-        await trio.sleep(self._limits.rng.uniform(0.0, GREET_JITTER_SECONDS))
+        await trio.sleep(self._rng.uniform(0.0, GREET_JITTER_SECONDS))
         if peer in self._table.connected():
             await self._exchange.greet(peer)
             await trio.sleep(turnover.SETTLED_SECONDS)
@@ -149,7 +147,7 @@ class ConnectionManager:
         """Close connections so that new peers always find a free place and receive addresses of
         other peers."""
         for peer in turnover.peers_to_drop(
-            self._links(), self._limits.max_connections, trio.current_time()
+            self._links(), self._max_connections, trio.current_time()
         ):
             log.debug("dropping %s to make room", peer)
             self._drop(peer, "full")
@@ -157,11 +155,9 @@ class ConnectionManager:
     async def _rotate_peers(self) -> None:
         """Replace a random peer by another at intervals."""
         while True:
-            await trio.sleep(turnover.TURNOVER_SECONDS * self._limits.rng.uniform(0.75, 1.25))
+            await trio.sleep(turnover.TURNOVER_SECONDS * self._rng.uniform(0.75, 1.25))
             now = trio.current_time()
-            peer = turnover.peer_to_replace(
-                self._links(), self._limits.target_peers, now, self._limits.rng
-            )
+            peer = turnover.peer_to_replace(self._links(), self._table.target, now, self._rng)
             if peer is not None and self._table.has_fresh_peers(now):
                 log.debug("dropping %s to meet another peer", peer)
                 self._drop(peer, "exchanged")
@@ -173,7 +169,5 @@ class ConnectionManager:
     def _links(self) -> list[PeerLink]:
         bootstrap = {each.peer for each in self._table.bootstrap()}
         return self._connections.links(
-            lambda peer: (
-                peer in self._host.pinned or peer in bootstrap or self._limits.depends_on(peer)
-            )
+            lambda peer: peer in self._host.pinned or peer in bootstrap or self._depends_on(peer)
         )

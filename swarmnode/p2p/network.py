@@ -16,6 +16,7 @@ import logging
 import random
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -27,7 +28,7 @@ from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.budget import Traffic, TrafficStatistics
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
+from swarmnode.p2p.connection_manager import ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
@@ -126,9 +127,16 @@ class Libp2pNetwork(PeerScores):
             swarm.bootstrap,
             dialer.wake,
         )
-        limits = ConnectionLimits(cfg.max_connections, target, self.nat.depends_on, rng)
         self.manager = ConnectionManager(
-            host, self.connections, self.peers, self, dialer, exchange, limits
+            host,
+            self.connections,
+            self.peers,
+            self,
+            dialer,
+            exchange,
+            cfg.max_connections,
+            self.nat.depends_on,
+            rng,
         )
         self._gater = gater
         admission = Admission(
@@ -214,6 +222,5 @@ class Libp2pNetwork(PeerScores):
         )
 
 
-def check_is_network(network: Libp2pNetwork) -> Network:
-    """Return `network`; lets mypy check that it implements `api.Network`."""
-    return network
+if TYPE_CHECKING:
+    _: type[Network] = Libp2pNetwork

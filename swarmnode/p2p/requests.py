@@ -44,17 +44,14 @@ WRITE_SECONDS = 10.0
 WRITE_BYTES_PER_SECOND = 35_000.0
 """Timeout for writing a response: WRITE_SECONDS plus its size at this rate, a third of a line of
 0.8 Mbit/s."""
-OUTCOMES = ("ok", "timeout", "failed", "malformed")
-"""Outcomes of outbound requests."""
-SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
-"""Outcomes of inbound requests; `error` is an unexpected exception of a handler of this node."""
 
 
 class RequestStatistics(msgspec.Struct, frozen=True):
     requests: dict[str, dict[str, int]] = {}
-    """Outbound requests: protocol → outcome → count."""
+    """Outbound requests: protocol → outcome → count. Outcomes: ok, timeout, failed, malformed."""
     served: dict[str, dict[str, int]] = {}
-    """Inbound requests: protocol → outcome → count."""
+    """Inbound requests: protocol → outcome → count. Outcomes: ok, timeout, failed, malformed, busy,
+    unwelcome, and error for an unexpected exception of a handler of this node."""
     in_flight: int = 0
     serving: int = 0
 
@@ -163,8 +160,7 @@ class Libp2pRequests:
         await (stream.close() if outcome == "ok" else stream.reset())
 
     async def _answer(self, service: Service, stream: Stream) -> str:
-        """Read the request, then take a slot to handle and answer it. Returns an outcome of
-        SERVED."""
+        """Read the request, then take a slot to handle and answer it. Returns the outcome."""
         peer = stream.peer
         try:
             with self._reading.slot(peer) as room:
@@ -211,7 +207,7 @@ class Libp2pRequests:
 
 
 def _outcome(error: PeerError) -> str:
-    """Return the entry of OUTCOMES for an error."""
+    """Return the outcome of a failed outbound request."""
     if isinstance(error, PeerTimeout):
         return "timeout"
     return "malformed" if isinstance(error, BadMessage) else "failed"

@@ -28,16 +28,17 @@ MANIFEST_TIMEOUT_SECONDS = 10.0
 FETCHES = 4
 FETCHES_PER_PEER = 1
 """Concurrent fetches. Others wait for a slot within their own deadlines."""
-OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "cancelled")
 
 
 class BulkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, and gauges of now."""
 
     fetched: dict[str, int] = {}
-    """Ended fetches of this node, by outcome (OUTCOMES)."""
+    """Ended fetches of this node, by outcome: ok, timeout, unknown, busy, hash, malformed, failed,
+    cancelled."""
     served: dict[str, int] = {}
-    """Ended streams of peers that fetched, by outcome (`serving.OUTCOMES`)."""
+    """Ended streams of peers that fetched, by outcome: ok, unknown, busy, unwelcome, malformed,
+    stalled, withdrawn, failed."""
     received_bytes: int = 0
     """Bytes that arrived, including chunks that were refused afterwards."""
     sent_bytes: int = 0
@@ -191,7 +192,7 @@ class Libp2pBulk:
 
 
 def _outcome(error: PeerError) -> str:
-    """Return the entry of OUTCOMES for an error."""
+    """Return the outcome of a failed fetch."""
     if isinstance(error, Declined):
         return error.status
     if isinstance(error, BadMessage):

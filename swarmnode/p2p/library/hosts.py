@@ -28,7 +28,7 @@ from swarmnode.p2p.library.objects import (
 from swarmnode.p2p.library.streams import MAX_LAZY_NAME, CircuitConnection, Stream, find_relay
 
 CLOSE_SECONDS = 1.0
-PINNED = "held"
+PINNED = "pinned"
 """Tag of connections that the library's pruner must keep."""
 
 StreamTask = Callable[[Stream], Awaitable[None]]

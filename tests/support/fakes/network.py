@@ -20,7 +20,7 @@ import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.api import Network, RequestHandler
+from swarmnode.p2p.api import RequestHandler
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.slots import Service
 from tests.support.fakes.streams import MemoryBulk, MemoryStreams
@@ -119,11 +119,6 @@ class MemoryNetwork(PeerScores):
 
     def group(self, peer: str) -> str | None:
         return None
-
-
-def check_is_network(network: MemoryNetwork) -> Network:
-    """Return the network as an `api.Network`, for the type checker."""
-    return network
 
 
 class ServedProtocols:

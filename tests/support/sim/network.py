@@ -23,7 +23,7 @@ from swarmnode.p2p.addresses import Address, parse
 from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.budget import TrafficStatistics
-from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
+from swarmnode.p2p.connection_manager import ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery, render_book
@@ -203,9 +203,16 @@ class SimNetwork(PeerScores):
             bootstrap,
             dialer.wake,
         )
-        keeping = ConnectionLimits(max_connections, TARGET_PEERS, lambda peer: False, rng)
         self.manager = ConnectionManager(
-            SimHost(self, nursery), self.connections, self.peers, self, dialer, exchange, keeping
+            SimHost(self, nursery),
+            self.connections,
+            self.peers,
+            self,
+            dialer,
+            exchange,
+            max_connections,
+            lambda peer: False,
+            rng,
         )  # type: ignore[arg-type]
         self.admission = Admission(
             peer_id, self.connections, self, max_connections, None, lambda peer: None

@@ -144,11 +144,11 @@ def test_memory_is_bounded_and_signers_find_room():
 
 def test_direct_summaries_come_first():
     claims = Claims("me")
-    take(claims, "heard of", at=NOW, by="teller")
+    take(claims, "received of", at=NOW, by="teller")
     take(claims, "direct", at=NOW - 60)
     assert [(claim.peer, claim.direct) for claim in claims.all()] == [
         ("direct", True),
-        ("heard of", False),
+        ("received of", False),
     ]
 
 
@@ -182,7 +182,7 @@ def test_clocks_are_bounded():
     clocks = Clocks()
     for i in range(summaries.MAX_CLOCKS + 10):
         clocks.record(f"p{i}", 0.0, 0.0)
-    assert len(clocks._told) == summaries.MAX_CLOCKS
+    assert len(clocks._offsets) == summaries.MAX_CLOCKS
 
 
 # ---- telling and asking
@@ -275,11 +275,11 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
     node = ours(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
         await wire.handler(OTHER_PEER, request_bytes)
-    assert node.statistics() == SummaryStatistics(heard=dict.fromkeys(summaries.OUTCOMES, 0))
+    assert node.statistics() == SummaryStatistics(received=dict.fromkeys(summaries.OUTCOMES, 0))
 
 
 @pytest.mark.parametrize(
-    ("answer", "heard"),
+    ("answer", "received"),
     [
         (
             response(seal_summary(summary(), OTHER_KEY, OTHER_SWARM), b"\xc1", b"\x91" * 512),
@@ -292,17 +292,17 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
         (None, {"failed": 1}),
     ],
 )
-async def test_invalid_response_is_counted(answer, heard):
+async def test_invalid_response_is_counted(answer, received):
     node = ours(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
     await node.round([OTHER_PEER])
-    assert {outcome: n for outcome, n in node.statistics().heard.items() if n} == heard
+    assert {outcome: n for outcome, n in node.statistics().received.items() if n} == received
 
 
 async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
     node = ours(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
-    assert (node.statistics().rows, node.statistics().heard["unwelcome"]) == ([], 1)
+    assert (node.statistics().rows, node.statistics().received["unwelcome"]) == ([], 1)
 
 
 async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
