@@ -1,7 +1,7 @@
-"""Bandwidth budget: counts the bytes of every stream and allows optional transfers within the caps.
+"""Bandwidth budget: allows optional transfers within the caps.
 
-    Traffic ─ bytes by protocol ─▶ Meter ─ observe ─▶ Budget ─▶ allows(one of CHOICES)
-                                     └ once a minute ─▶ budget.json, the monthly total
+    bytes by protocol ─▶ Meter ─ observe ─▶ Budget ─▶ allows(one of CHOICES)
+                           └ once a minute ─▶ budget.json, the monthly total
 
 Every byte is charged, whatever protocol moved it. Only optional transfers ask for permission first:
 a ping is never refused, and optional transfers are reduced to make up for it. A node that is over
@@ -13,13 +13,11 @@ percent. The monthly total is saved once a minute and at the end, so a crash los
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -28,9 +26,6 @@ from swarmnode import pauses
 from swarmnode.config import NetworkConfig
 from swarmnode.files import write_atomically
 from swarmnode.pauses import is_quiet
-
-if TYPE_CHECKING:  # loads libp2p
-    from swarmnode.p2p.library.objects import NetStream
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +50,11 @@ READ_SECONDS = 0.2
 """Minimum interval between reads of the meter, because it is queried for every message."""
 BUDGET_FILE = "budget.json"
 BUDGET_FILE_BYTES = 4096
-NEGOTIATION = "negotiation"
-"""Label of the bytes before a protocol is negotiated. Later labels are protocols of this node, so
-peers cannot create labels."""
 
 
 class TrafficStatistics(msgspec.Struct, frozen=True):
+    """Bytes of all streams."""
+
     received: dict[str, int] = {}
     """Bytes by protocol."""
     sent: dict[str, int] = {}
@@ -87,35 +81,6 @@ class BudgetStatistics(msgspec.Struct, frozen=True):
     """None without a limit."""
     refused: dict[str, int] = {}
     """Transfers omitted for lack of budget, by entry of CHOICES."""
-
-
-class Traffic:
-    """Counts the bytes of every stream by protocol and direction."""
-
-    def __init__(self) -> None:
-        self._received = collections.Counter[str]()
-        self._sent = collections.Counter[str]()
-
-    def meter(self, stream: NetStream) -> None:
-        """Replace read and write of a new, unread stream by counting versions. A read also records
-        the time of the peer's last byte."""
-        read, write, received, sent = stream.read, stream.write, self._received, self._sent
-
-        async def counting_read(n: int | None = None) -> bytes:
-            data = await read(n)
-            received[stream.protocol_id or NEGOTIATION] += len(data)
-            if data:
-                stream.muxed_conn.last_received_at = trio.current_time()
-            return data
-
-        async def counting_write(data: bytes) -> None:
-            sent[stream.protocol_id or NEGOTIATION] += len(data)
-            await write(data)
-
-        stream.read, stream.write = counting_read, counting_write
-
-    def statistics(self) -> TrafficStatistics:
-        return TrafficStatistics(received=dict(self._received), sent=dict(self._sent))
 
 
 class Meter:

@@ -67,7 +67,7 @@ async def open_host(
             trio.open_nursery() as nursery,
         ):
             network = Libp2pNetwork(
-                Host(build.as_library_host(library), nursery),
+                Host(library, nursery),
                 gater,
                 cfg,
                 own,

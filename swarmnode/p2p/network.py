@@ -26,7 +26,7 @@ from swarmnode.p2p import guards, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
 from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Network
-from swarmnode.p2p.budget import Traffic, TrafficStatistics
+from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
 from swarmnode.p2p.connection_manager import ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
@@ -108,7 +108,6 @@ class Libp2pNetwork(PeerScores):
         target = max(1, min(TARGET_PEERS, int(turnover.FULL_SHARE * cfg.max_connections)))
         self.peers = PeerTable(host.peer_id, target, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
-        self.traffic = Traffic()
         self.requests = Libp2pRequests(host, self.is_allowed)
         self.streams = Libp2pStreams(host, self.is_allowed)
         self.bulk = Libp2pBulk(host, self.requests, self)
@@ -160,7 +159,7 @@ class Libp2pNetwork(PeerScores):
     async def start(self) -> None:
         """Load the book and start the background tasks."""
         loaded = self.discovery.load()
-        self.host.watch(self.connections, self.traffic.meter)
+        self.host.watch(self.connections)
         self.bulk.start()
         self.nat.start()
         self.host.nursery.start_soon(self.manager.run)
@@ -211,7 +210,7 @@ class Libp2pNetwork(PeerScores):
             requests=self.requests.statistics(),
             bulk=self.bulk.statistics(),
             streams=self.streams.statistics(),
-            traffic=self.traffic.statistics(),
+            traffic=TrafficStatistics(dict(self.host.received), dict(self.host.sent)),
             reputation=self.reputation.statistics(trio.current_time()),
             guards=dict(guards.statistics().fired),
             refused_connections=self._gater.refused,

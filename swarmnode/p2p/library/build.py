@@ -12,6 +12,7 @@ from libp2p import new_host
 from libp2p.abc import IHost
 from libp2p.crypto.keys import KeyPair
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.swarm import Swarm
 from libp2p.rcmgr.manager import ResourceManager
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
@@ -19,7 +20,6 @@ from multiaddr import Multiaddr
 from swarmnode.p2p import guards
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.gater import ConnectionGater
-from swarmnode.p2p.library.objects import LibraryHost
 
 
 def build_host(
@@ -62,17 +62,12 @@ def build_host(
             max_connections_per_peer=4,
         ),
     )
-    swarm = as_library_host(host).get_network()
+    swarm = cast("Swarm", host.get_network())
     gater.count_failures(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
     # only the redial loop in dialer.py dials
-    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint
+    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # type: ignore[method-assign]
     return guards.guard_host(host)
-
-
-def as_library_host(host: IHost) -> LibraryHost:
-    """Return `host` with a complete type; the library's annotation omits most of its methods."""
-    return cast("LibraryHost", host)
 
 
 def silence_library_log() -> None:

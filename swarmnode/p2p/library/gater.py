@@ -9,10 +9,10 @@ from typing import NamedTuple
 from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
 from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
+from libp2p.transport.upgrader import TransportUpgrader
 
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.identifiers import address_from_socket
-from swarmnode.p2p.library.objects import Upgrader
 from swarmnode.p2p.library.streams import CircuitConnection
 
 
@@ -46,7 +46,7 @@ class ConnectionGater:
         """Return `transport` behind this gater."""
         return _Gated(transport, self)
 
-    def count_failures(self, upgrader: Upgrader) -> None:
+    def count_failures(self, upgrader: TransportUpgrader) -> None:
         """Count the handshakes that fail before admission in `failed`."""
         upgrade = upgrader.upgrade_security
 
@@ -61,7 +61,7 @@ class ConnectionGater:
                     self.failed += 1
                 raise
 
-        upgrader.upgrade_security = counting
+        upgrader.upgrade_security = counting  # type: ignore[method-assign, assignment]
 
     async def check(self, connection: ISecureConn, inbound: bool, relay: str | None) -> ISecureConn:
         """Return `connection`, or close it and raise HandshakeFailure."""

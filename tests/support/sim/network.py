@@ -2,7 +2,7 @@
 exchange, reputation and admission.
 
 This module replaces the libp2p host: connections with a handshake and pings, requests with one
-response, bulk chunks. Bytes are counted by protocol, as in `p2p.budget.Traffic`.
+response, bulk chunks. Bytes are counted by protocol.
 """
 
 from __future__ import annotations
