@@ -13,8 +13,7 @@ from libp2p.io.trio import TrioTCPStream
 from swarmnode.config import NetworkConfig
 from swarmnode.demo.liar.author import Author, answer, swarm_of
 from swarmnode.p2p import guards, identity
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.rollouts.groups import OwnGroup
 
 SWARM = swarm_of("pulls")

@@ -18,9 +18,8 @@ import trio
 from swarmnode.config import Config
 from swarmnode.errors import LocalError, PeerError, SwarmNodeError
 from swarmnode.p2p import manifests
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.p2p.passphrase import VARIABLE
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries

@@ -141,7 +141,7 @@ class Nat:
             await self.reach.greet(peer)
 
     async def connect(self, peer: str, address: str) -> bool:
-        """Connect directly, or through the relay in the address. See `dialer.Connect`."""
+        """Connect directly, or through the relay in the address. A `connection_manager.Connect`."""
         if self._host.is_connected(peer):
             return False
         where, _ = parse_any(address)

@@ -1,20 +1,26 @@
 """The network on libp2p: implements `api.Network` and provides one snapshot of its statistics.
 
-Created by `host.open_host`. Everything runs on one trio thread. The parts, one file each:
+    open_host ─▶ choose the port ─▶ guarded host (TCP, Noise, Yamux) ─▶ Libp2pNetwork ─▶ its tasks
+    exit      ─▶ save the book ─▶ end the tasks ─▶ close connections and host
 
-    library ─▶ admission ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶ library
-                                         └▶ nat (relays, hole punching)
-    peers, reputation                     pure tables, updated from here
-    requests, streams, bulk               protocols on connections
-    discovery                             sources of peer addresses
+Everything runs on one trio thread. The parts, one file each:
+
+    library ─▶ connections ─┬▶ connection_manager ─ dials ─▶ library
+                            └▶ nat (relays, hole punching)
+    peers, reputation        pure tables, updated from here
+    requests, streams, bulk  protocols on connections
+    discovery                sources of peer addresses
+
+Closing is shielded and bounded in time, because py-libp2p leaks every socket otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,17 +28,17 @@ import msgspec
 import trio
 
 from swarmnode.config import NetworkConfig
-from swarmnode.p2p import guards, turnover
+from swarmnode.p2p import guards, listening, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
-from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionManager
+from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.exchange import PeerExchange
+from swarmnode.p2p.identity import Identity
+from swarmnode.p2p.library import build
 from swarmnode.p2p.library.gater import ConnectionGater
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.mdns import MdnsDiscovery
@@ -41,13 +47,75 @@ from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import PeerScores, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
+from swarmnode.wire.limits import SWARM_ID_BYTES
 
 log = logging.getLogger(__name__)
 
+NO_SWARM = bytes(SWARM_ID_BYTES)
 TARGET_PEERS = 16
 """Known peers are dialled until this many are connected, at least half of them by this node
 (`peers.OUTBOUND_SHARE`). This is twice the 8 peers whose listings a node polls, so that half of
 them may leave."""
+
+
+@contextlib.asynccontextmanager
+async def open_host(
+    cfg: NetworkConfig,
+    identity: Identity,
+    data_dir: Path,
+    *,
+    swarm: bytes = NO_SWARM,
+    secret: bytes | None = None,
+    members: Collection[str] | None = None,
+) -> AsyncIterator[Libp2pNetwork]:
+    """Run a host that listens and connects to peers until the block is left.
+
+    A single exception is raised as itself, without the exception groups of the nurseries that it
+    passed. An exception of the library ends the block.
+
+    Args:
+        cfg: network settings.
+        identity: key of the node.
+        data_dir: holds the port and the peer book.
+        swarm: swarm id, 32 bytes. Peer exchange and mDNS ignore peers of other swarms.
+        secret: 32 bytes that a peer of a private swarm needs for the handshake.
+        members: peer ids that may connect; None for all.
+
+    Raises:
+        ConfigError: an address is invalid.
+        Unavailable: a port is in use, or an address does not belong to this machine.
+        StateError: `data_dir/port` does not hold a port.
+    """
+    try:
+        own = listening.own_addresses(cfg, data_dir)
+        belongs = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
+        gater = ConnectionGater()
+        guards.install()
+        library = build.build_host(
+            identity.key_pair, own.announce, gater, cfg.max_connections, secret
+        )
+        async with (
+            guards.running(library, own.listen),
+            trio.open_nursery() as nursery,
+        ):
+            network = Libp2pNetwork(
+                Host(library, nursery),
+                gater,
+                cfg,
+                own,
+                belongs,
+                data_dir,
+            )
+            await network.start()
+            try:
+                yield network
+            finally:
+                network.stop()
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if (error := _only(group)) is not None:
+            raise error from error.__cause__
+        raise
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
@@ -219,6 +287,20 @@ class Libp2pNetwork(PeerScores):
             mdns_running=self.discovery.mdns_running,
             nat=self.nat.statistics(),
         )
+
+
+def _only(group: BaseExceptionGroup) -> Exception | None:
+    """Return the single exception in `group`; None if there are several, or if one is a
+    cancellation, which must stay in its group."""
+    found: list[BaseException] = []
+    nested: list[BaseException] = [group]
+    while nested:
+        error = nested.pop()
+        if isinstance(error, BaseExceptionGroup):
+            nested += error.exceptions
+        else:
+            found.append(error)
+    return found[0] if len(found) == 1 and isinstance(found[0], Exception) else None
 
 
 if TYPE_CHECKING:

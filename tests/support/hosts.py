@@ -10,8 +10,7 @@ import trio
 
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import identity
-from swarmnode.p2p.host import NO_SWARM, open_host
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import NO_SWARM, Libp2pNetwork, open_host
 
 
 @contextlib.asynccontextmanager

@@ -383,7 +383,10 @@ def example_at(t: float) -> NodeSnapshot:
                 "listening on /ip4/127.0.0.1/tcp/9470",
             ),
             LogLine(
-                STARTED_AT + 9, "info", "swarmnode.p2p.dialer", f"connected to {PEERS[0][:16]}"
+                STARTED_AT + 9,
+                "info",
+                "swarmnode.p2p.connection_manager",
+                f"connected to {PEERS[0][:16]}",
             ),
             LogLine(
                 STARTED_AT + t - 14,

@@ -15,8 +15,8 @@ from swarmnode.config import Config, NetworkConfig
 from swarmnode.daemon.member import Successors
 from swarmnode.errors import LocalError, Refused, Unavailable
 from swarmnode.p2p import manifests
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
+from swarmnode.p2p.network import open_host
 from swarmnode.p2p.sessions import Sessions, Stamps, Witness
 from swarmnode.swarm import join
 from swarmnode.swarm.invite import Invite

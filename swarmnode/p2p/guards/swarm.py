@@ -30,7 +30,8 @@ from swarmnode.p2p.guards.peerstore import guard_peerstore
 RESET_SECONDS = 2.0
 """Timeout for resetting a failed stream."""
 CLOSE_SECONDS = 5.0
-"""Timeout for closing a host; afterwards its sockets are left to the kernel."""
+"""Timeout for closing all connections, and then the host; afterwards its sockets are left to the
+kernel."""
 NEGATIVE_CACHE_SECONDS = 1.0
 """Time after a failed dial during which libp2p refuses to dial the same peer. The redial loop has
 its own back-off."""
@@ -250,7 +251,7 @@ async def running(host: IHost, listen: Collection[object]) -> AsyncIterator[None
         Leaving `host.run` without `host.close()` leaks every connection's socket. `host.close`
         takes 0.2 s for each connection in turn.
     Upstream: network/swarm.py `listen`; host/basic_host.py `run`
-    Guard: `Unavailable` is raised. All connections are closed at once, and the host within
+    Guard: `Unavailable` is raised. All connections are closed at once, then the host, each within
         `CLOSE_SECONDS` (5 s).
     Cost: None.
     Remove when: `host.run` raises and closes by itself.
@@ -269,10 +270,12 @@ async def running(host: IHost, listen: Collection[object]) -> AsyncIterator[None
                     )
             yield
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
+            with trio.CancelScope(shield=True):
                 try:
-                    async with trio.open_nursery() as nursery:
-                        for peer in list(network.connections):
-                            nursery.start_soon(network.close_peer, peer)
+                    with trio.move_on_after(CLOSE_SECONDS):
+                        async with trio.open_nursery() as nursery:
+                            for peer in list(network.connections):
+                                nursery.start_soon(network.close_peer, peer)
                 finally:
-                    await host.close()
+                    with trio.move_on_after(CLOSE_SECONDS):
+                        await host.close()

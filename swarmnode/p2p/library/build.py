@@ -65,7 +65,7 @@ def build_host(
     swarm = cast("Swarm", host.get_network())
     gater.count_failures(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
-    # only the redial loop in dialer.py dials
+    # only `connection_manager.Dialer` dials
     swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # type: ignore[method-assign]
     return guards.guard_host(host)
 

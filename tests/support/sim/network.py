@@ -20,12 +20,10 @@ import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address, parse
-from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.budget import TrafficStatistics
-from swarmnode.p2p.connection_manager import ConnectionManager
+from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery, render_book
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.gater import HandshakePeer
@@ -311,7 +309,7 @@ class SimNetwork(PeerScores):
         connection.link.send(str(self.address), size, arrived)
 
     async def _connect(self, peer: str, text: str) -> bool:
-        """See `dialer.Connect`."""
+        """See `connection_manager.Connect`."""
         if self.connections.with_peer(peer):
             return False
         address, _ = parse(text)

@@ -22,7 +22,7 @@ from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p import identity
 from swarmnode.p2p.budget import Meter
-from swarmnode.p2p.host import open_host
+from swarmnode.p2p.network import open_host
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.summaries import MAX_ROWS, Summaries
 from swarmnode.rollouts.exchange import RolloutExchange

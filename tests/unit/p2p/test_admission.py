@@ -5,7 +5,7 @@ import dataclasses
 import trio
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.admission import Admission
+from swarmnode.p2p.connection_manager import Admission
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.reputation import BAN, PeerScores

@@ -6,8 +6,8 @@ import random
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p import dialer
-from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p import connection_manager
+from swarmnode.p2p.connection_manager import Dialer
 from swarmnode.p2p.peers import PeerTable
 
 
@@ -79,7 +79,7 @@ async def test_hanging_dial_ends_at_its_deadline(autojump_clock, nursery):
         table.add("b", f"/ip4/20.0.0.1/tcp/{port}", "bootstrap", trio.current_time())
     start = trio.current_time()
     nursery.start_soon(loop.run)
-    await trio.sleep(dialer.DIAL_SECONDS + 1)
+    await trio.sleep(connection_manager.DIAL_SECONDS + 1)
     assert [(round(at - start), address[-1]) for at, _, address in world.dials] == [
         (0, "1"),
         (10, "2"),
@@ -94,7 +94,7 @@ async def test_concurrent_dials_are_limited(autojump_clock, nursery):
         table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "mdns", trio.current_time())
     nursery.start_soon(loop.run)
     await trio.sleep(9.0)
-    assert world.most <= dialer.CONCURRENT
+    assert world.most <= connection_manager.MAX_CONCURRENT_DIALS
     assert len(table.connected()) >= 30
     nursery.cancel_scope.cancel()
 
