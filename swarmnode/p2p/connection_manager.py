@@ -45,15 +45,15 @@ DIRECT_SECONDS = 4.0
 SYNs silently."""
 MAX_CONCURRENT_DIALS = 8
 MAX_SLEEP_SECONDS = 5.0
-"""Maximum sleep of the loop, so that a lost wake-up delays a dial by this much at most."""
-
-Connect = Callable[[str, str], Awaitable[bool]]
-"""(peer id, address) → True if it connected, False if the peer was already connected. Raises
-PeerError."""
+"""Maximum sleep of the redial loop, so that a lost wake-up delays a dial by this much at most."""
 MIN_PER_PREFIX = 4
 PREFIX_SHARE = 4
 """One /24 or /48 network, or the peers behind one relay, may hold 1/PREFIX_SHARE of the
 connections, and never fewer than MIN_PER_PREFIX."""
+
+Connect = Callable[[str, str], Awaitable[bool]]
+"""(peer id, address) → True if it connected, False if the peer was already connected. Raises
+PeerError."""
 
 
 class ConnectionManager:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.errors import BadMessage, PeerError, Unavailable
-from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, fetching, serving
-from swarmnode.p2p.bulk.fetching import BandwidthEstimates
+from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, service, serving
+from swarmnode.p2p.bulk.service import BandwidthEstimates
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import bulk, codec
 from swarmnode.wire.messages import BulkManifest, BulkRequest
@@ -124,20 +124,20 @@ def test_unwritable_file_is_a_local_error(tmp_path):
 def test_a_deadline_follows_what_was_measured():
     measured = BandwidthEstimates()
     assert measured.deadline("A", 2_000_000) == pytest.approx(
-        2_000_000 / fetching.DEFAULT_BANDWIDTH * 3 + 2
+        2_000_000 / service.DEFAULT_BANDWIDTH * 3 + 2
     )
     measured.observe("A", 10_000_000, 1.0)
     assert measured.deadline("A", 10_000_000) == pytest.approx(5.0)
     measured.observe("A", 10_000_000, 10.0)  # 1 MB/s enters with its weight
-    assert measured.estimate("A") == pytest.approx(10e6 + fetching.NEWEST_WEIGHT * (1e6 - 10e6))
+    assert measured.estimate("A") == pytest.approx(10e6 + service.NEWEST_WEIGHT * (1e6 - 10e6))
 
 
 def test_bandwidth_estimates_are_bounded():
     measured = BandwidthEstimates()
     measured.observe("fast", 10**9, 1.0)
-    assert measured.estimate("stranger") == fetching.DEFAULT_BANDWIDTH
+    assert measured.estimate("stranger") == service.DEFAULT_BANDWIDTH
     measured.observe("slow", 10**6, 10_000.0)
-    assert measured.estimate("slow") == fetching.MIN_BANDWIDTH
+    assert measured.estimate("slow") == service.MIN_BANDWIDTH
     measured.observe("tiny", 1000, 10.0)
     assert "tiny" not in measured.snapshot()
 
@@ -154,7 +154,7 @@ def test_slow_peers_do_not_set_default_deadlines():
 
 def test_only_so_many_peers_are_remembered():
     measured = BandwidthEstimates()
-    for number in range(fetching.BANDWIDTH_PEERS + 5):
+    for number in range(service.BANDWIDTH_PEERS + 5):
         measured.observe(str(number), 10**6, 1.0)
     assert next(iter(measured.snapshot())) == "5"
 
