@@ -36,7 +36,7 @@ def words(tmp_path, monkeypatch):
     sys.modules.pop("words_of_a_test", None)
 
 
-async def test_it_judges_as_the_child_does(words):
+async def test_scores_equal_those_of_the_child(words):
     refs = [
         TaskRef(task, registry.task_version(task), 2**20, 5)
         for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)
@@ -46,7 +46,7 @@ async def test_it_judges_as_the_child_does(words):
         assert told == scorer.score_many([(ref, ANSWERS) for ref in refs])
 
 
-async def test_what_it_cannot_score_is_an_error_in_its_place():
+async def test_failed_item_is_an_error_in_its_place():
     scorer = InProcessScorer(poison="bad")
     good = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
     unknown = TaskRef("builtin/none", "0", 0, 0)
@@ -56,7 +56,7 @@ async def test_what_it_cannot_score_is_an_error_in_its_place():
     assert scorer.calls == 1
 
 
-def test_equal_arguments_make_equal_policies_and_another_seed_another(tmp_path):
+def test_equal_arguments_make_equal_policies(tmp_path):
     one, other = (
         load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), devices="cpu"))
         for name in "ab"

@@ -79,7 +79,7 @@ async def test_messages_arrive_in_order(data_dir):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
+async def test_draw_does_not_block_the_step(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, Recorder()).run)
         with Link(data_dir, lambda: HELLO) as link:
@@ -90,7 +90,7 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
         nursery.cancel_scope.cancel()
 
 
-async def test_what_concerns_a_crew_goes_both_ways(data_dir):
+async def test_crew_messages_go_both_ways(data_dir):
     recorder, told = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
@@ -118,7 +118,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
         nursery.cancel_scope.cancel()
 
 
-async def test_the_network_process_restarts_and_nothing_queued_is_lost(data_dir):
+async def test_network_restart_loses_no_queued_message(data_dir):
     recorder = Recorder()
     with Link(data_dir, lambda: HELLO) as link:
         link.send(Report(phase="training", step=1))

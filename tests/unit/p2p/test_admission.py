@@ -53,7 +53,7 @@ async def test_one_network_prefix_gets_a_quarter_of_the_connections():
     )  # whom we dial is our own choice
 
 
-async def test_this_machine_is_no_prefix():
+async def test_loopback_has_no_prefix():
     rule, table, _ = admission(max_connections=16)
     for index in range(10):
         assert rule.admits(candidate(f"x{index}", "127.0.0.1"))
@@ -82,7 +82,7 @@ async def test_self_banned_and_non_members_are_refused():
     assert not rule.admits(candidate("b", "9.9.9.9", inbound=False))
 
 
-async def test_only_who_comes_directly_has_arrived():
+async def test_only_direct_inbound_peers_count_as_arrived():
     arrived = []
     rule, _, _ = admission(members={"a", "b", "c"}, arrived=arrived.append)
     assert rule.admits(candidate("a", "9.9.9.9"))

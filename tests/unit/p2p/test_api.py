@@ -67,7 +67,7 @@ async def test_last_received_is_the_time_of_the_last_bytes(pair):
         assert one.last_received("12D3KooWNobody") is None
 
 
-async def test_two_networks_know_of_each_other(pair):
+async def test_connected_networks_list_each_other(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
             await one.wait_connected()
@@ -76,7 +76,7 @@ async def test_two_networks_know_of_each_other(pair):
         assert other.connected() == [one.peer_id]
 
 
-async def test_a_connection_that_ends_is_a_change(pair):
+async def test_closed_connection_is_a_change(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
             await other.wait_connected()
@@ -86,7 +86,7 @@ async def test_a_connection_that_ends_is_a_change(pair):
                 one.disconnect(other.peer_id)
 
 
-async def test_a_peer_that_is_nowhere_cannot_be_dialled(pair):
+async def test_dial_without_listener_raises_peer_error(pair):
     async with pair as (one, _):
         with pytest.raises(PeerError):
             await one.dial(
@@ -212,7 +212,7 @@ async def test_excess_and_unknown_streams_are_refused(pair):
             )
 
 
-async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
+async def test_offer_is_fetched_by_its_audience_only(pair):
     source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4096)
     async with pair as (one, other):
         with pytest.raises(Declined, match="unknown"):

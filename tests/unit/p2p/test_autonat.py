@@ -30,7 +30,7 @@ def listens_at(network, port):
     network.nat.reach.ports = [port]
 
 
-async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
+async def test_dialled_back_node_is_public(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
         listens_at(a, port_of(a))
         await a.nat.reach.check(b.peer_id)
@@ -73,7 +73,7 @@ async def test_another_peer_at_the_port_is_unreachable(tmp_path):
         assert a.nat.reach.verdict == "private"
 
 
-async def test_ok_without_arrival_is_not_believed(tmp_path):
+async def test_ok_without_arrival_does_not_count(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def lie(stream, request):
@@ -127,7 +127,7 @@ async def test_dial_back_needs_a_direct_connection(tmp_path):
 @pytest.mark.parametrize(
     "garbage", [b"\x00", b"\x02\x08\x00", b"\x05\xff\xff\xff\xff\xff", b"\x80\x80\x80\x80\x01"]
 )
-async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
+async def test_garbage_is_answered_or_reset(tmp_path, garbage):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def talk(stream):

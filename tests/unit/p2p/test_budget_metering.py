@@ -49,7 +49,7 @@ async def test_the_total_is_saved_while_it_runs(tmp_path, autojump_clock):
     assert saved.sent == 5
 
 
-def test_a_damaged_total_is_no_reason_not_to_start(tmp_path):
+def test_damaged_total_starts_at_zero(tmp_path):
     (tmp_path / BUDGET_FILE).write_bytes(b'{"month": 7')
     assert meter(tmp_path, Traffic(), monthly_bytes=100).has_room("fetch")
 

@@ -18,7 +18,7 @@ TRANSFER = b"t" * 32
 
 
 @given(st.integers(1, 70), st.data())
-def test_wanted_bits_come_back_as_they_were(chunks, data):
+def test_wanted_bits_round_trip(chunks, data):
     indices = sorted(data.draw(st.sets(st.integers(0, chunks - 1))))
     assert bulk.unpack_wanted(bulk.pack_wanted(indices, chunks), chunks) == indices
 
@@ -27,7 +27,7 @@ def test_wanted_bits_come_back_as_they_were(chunks, data):
     ("wanted", "chunks"),
     [(b"\x01", 9), (b"\x01\x00", 8), (b"\x08", 3), (b"\x01\x80", 15), (b"", 1)],
 )
-def test_bits_that_do_not_fit_the_chunks_are_refused(wanted, chunks):
+def test_wrong_number_of_bits_is_refused(wanted, chunks):
     with pytest.raises(BadMessage, match="bounds"):
         bulk.unpack_wanted(wanted, chunks)
 
@@ -60,7 +60,7 @@ def test_source_hashes_every_chunk(tmp_path):
 @pytest.mark.parametrize(
     ("size", "chunk"), [(0, 4096), (1, 4095), (1, 2**20 + 1), (4096 * 32_768 + 1, 4096)]
 )
-def test_a_source_that_no_manifest_can_describe_is_refused(size, chunk):
+def test_empty_or_oversized_source_is_refused(size, chunk):
     with pytest.raises(ValueError):
         BulkSource(bytes(size), chunk_bytes=chunk)
 
@@ -77,7 +77,7 @@ def test_oversized_manifest_is_refused_before_allocation(tmp_path):
 @pytest.mark.parametrize(
     "fields", [{"hashes": bytes(32)}, {"size": 0}, {"chunk_bytes": 1}, {"size": 2**63}]
 )
-def test_a_manifest_that_contradicts_itself_makes_no_sink(fields):
+def test_inconsistent_manifest_makes_no_sink(fields):
     with pytest.raises(BadMessage, match="bounds"):
         MemorySink(
             BulkManifest(
@@ -121,7 +121,7 @@ def test_unwritable_file_is_a_local_error(tmp_path):
         BulkSource.from_file(tmp_path / "none")
 
 
-def test_a_deadline_follows_what_was_measured():
+def test_deadline_follows_measured_bandwidth():
     measured = BandwidthEstimates()
     assert measured.deadline("A", 2_000_000) == pytest.approx(
         2_000_000 / service.DEFAULT_BANDWIDTH * 3 + 2
@@ -152,7 +152,7 @@ def test_slow_peers_do_not_set_default_deadlines():
     assert measured.estimate("stranger") == 500_000, "three of five are hostile"
 
 
-def test_only_so_many_peers_are_remembered():
+def test_estimates_keep_the_latest_peers():
     measured = BandwidthEstimates()
     for number in range(service.BANDWIDTH_PEERS + 5):
         measured.observe(str(number), 10**6, 1.0)
@@ -180,7 +180,7 @@ def test_peer_gets_and_returns_its_upload_slots():
     assert isinstance(begin(served, "A"), serving.Upload)
 
 
-def test_strangers_cannot_take_the_slots_of_partners():
+def test_public_uploads_leave_slots_for_partners():
     served = slots()
     partner = b"p" * 32
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
@@ -229,7 +229,7 @@ def test_other_root_is_unknown_and_budget_refuses():
     assert begin(served, "A") == "busy"
 
 
-def test_withdrawing_ends_what_is_under_way():
+def test_withdrawal_ends_its_uploads():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     upload = begin(served, "A")
@@ -273,7 +273,7 @@ class SlowReader:
     ("rate", "outcome", "seconds"),
     [(70 * KIB, "ok", 8 * 1024 / 70), (40 * KIB, "stalled", 30 + 128), (KIB, "stalled", 30)],
 )
-async def test_a_peer_that_reads_too_slowly_loses_its_slot(autojump_clock, rate, outcome, seconds):
+async def test_slow_reader_loses_its_slot(autojump_clock, rate, outcome, seconds):
     """At 40 KiB/s every chunk moves within STALL_SECONDS, but the whole takes too long."""
     served = serving.BulkServer(lambda peer: True)
     source = BulkSource(bytes(8 * 2**20), chunk_bytes=2**20)

@@ -62,7 +62,7 @@ async def test_dead_bootstrap_is_retried_with_one_warning(autojump_clock, nurser
     nursery.cancel_scope.cancel()
 
 
-async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery, caplog):
+async def test_unreachable_strangers_are_not_logged(autojump_clock, nursery, caplog):
     table, _, loop = make()
     for index in range(30):
         table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "exchange", trio.current_time())
@@ -99,7 +99,7 @@ async def test_concurrent_dials_are_limited(autojump_clock, nursery):
     nursery.cancel_scope.cancel()
 
 
-async def test_news_are_acted_on_at_once(autojump_clock, nursery):
+async def test_wake_dials_at_once(autojump_clock, nursery):
     table, world, loop = make()
     nursery.start_soon(loop.run)
     await trio.sleep(1.0)
@@ -111,7 +111,7 @@ async def test_news_are_acted_on_at_once(autojump_clock, nursery):
     nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery):
+async def test_connected_peer_is_not_dialled(autojump_clock, nursery):
     table = PeerTable("own", 4, random.Random(0))
 
     async def connect(peer: str, address: str) -> bool:

@@ -45,7 +45,7 @@ async def home(outside="8.8.8.8", refuses=False):
             nursery.cancel_scope.cancel()
 
 
-async def test_a_mapping_is_renewed_well_before_it_ends(autojump_clock):
+async def test_mapping_is_renewed_before_it_expires(autojump_clock):
     async with home() as node:
         await trio.sleep(4 * HOUR)
         gaps = [
@@ -80,7 +80,7 @@ async def test_new_public_address_is_mapped_at_once(
         assert len(node.router.mappings) == 2
 
 
-async def test_who_can_be_dialled_asks_no_router(autojump_clock):
+async def test_reachable_node_asks_no_router(autojump_clock):
     async with home() as node:
         node.seen = ExternalView("8.8.8.8", private=False)
         await trio.sleep(HOUR)

@@ -59,7 +59,7 @@ def test_missing_router_gives_an_empty_answer():
         ("nonsense", "", "none"),
     ],
 )
-def test_what_an_outside_address_means(outside, observed, kind):
+def test_outside_addresses_are_classified(outside, observed, kind):
     assert classify_address(outside, observed) == kind
 
 

@@ -52,7 +52,7 @@ async def sessions(most: int = 2**20, *, stock: bool = False):
     return outbound, done[0]
 
 
-async def test_sessions_on_sockets_are_those_in_bulk():
+async def test_only_socket_sessions_use_bulk_io():
     ours, theirs = await sessions()
     assert isinstance(ours.read.__self__, packets.Packets)
     assert isinstance(theirs.write.__self__, packets.Packets)
@@ -62,7 +62,7 @@ async def test_sessions_on_sockets_are_those_in_bulk():
 
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("most", [200, 70_000, 2**20])
-async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
+async def test_bytes_arrive_in_order_for_any_split(stock, most):
     numbers = random.Random(most)
     sizes = [1, 2, 65519, 65520, 262_144] if most > 200 else [1, 500, 3000]
     data = [numbers.randbytes(size) for size in sizes for _ in range(2)]

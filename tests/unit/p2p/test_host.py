@@ -31,7 +31,7 @@ async def test_the_port_is_chosen_once_and_kept(tmp_path):
         assert port_of(network) == first
 
 
-async def test_a_taken_port_is_unavailable_and_named(tmp_path):
+async def test_port_in_use_is_unavailable(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Unavailable, match=rf"port {port} .*; set network\.listen_addrs"):
@@ -82,13 +82,13 @@ async def test_invalid_address_is_one_configuration_error(tmp_path, settings, na
     assert "\n" not in str(caught.value)
 
 
-async def test_an_address_that_is_not_this_machines_is_unavailable(tmp_path):
+async def test_foreign_address_is_unavailable(tmp_path):
     with pytest.raises(Unavailable, match=r"203\.0\.113\.1"):
         async with host(tmp_path, listen_addrs=["/ip4/203.0.113.1/tcp/4001"]):
             pytest.fail("started")
 
 
-async def test_announced_addresses_take_the_place_of_listen_addresses(tmp_path):
+async def test_announced_addresses_replace_listen_addresses(tmp_path):
     async with host(tmp_path, announce_addrs=["/dns4/node.example.org/tcp/4001"]) as network:
         assert network.listen_addrs == [f"/dns4/node.example.org/tcp/4001/p2p/{network.peer_id}"]
 
@@ -111,7 +111,7 @@ async def test_own_bootstrap_address_is_accepted(tmp_path):
         assert network.statistics().peers.known == 0
 
 
-async def test_another_key_at_a_bootstrap_address_is_not_believed(tmp_path):
+async def test_wrong_key_at_a_bootstrap_address_is_rejected(tmp_path):
     other = identity.load_or_create(tmp_path / "other.key").peer_id
     async with host(tmp_path / "a") as a:
         wrong = a.listen_addrs[0].replace(a.peer_id, other)
@@ -130,7 +130,7 @@ async def test_leaving_closes_every_socket(tmp_path):
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-async def test_what_the_block_raises_comes_out_as_itself(tmp_path):
+async def test_exception_of_the_block_is_raised_unchanged(tmp_path):
     with pytest.raises(KeyError, match="mine"):
         async with host(tmp_path):
             raise KeyError("mine")
@@ -169,7 +169,7 @@ async def test_connections_are_bounded(tmp_path):
             nursery.cancel_scope.cancel()
 
 
-async def test_a_banned_peer_is_disconnected_and_stays_out(tmp_path):
+async def test_banned_peer_is_disconnected_and_refused(tmp_path):
     async with hosts(tmp_path, 2) as (judge, banned):
         await judge.wait_connected()
         judge.rejected(banned.peer_id, "reward", cost=1000.0)
@@ -339,7 +339,7 @@ trio.run(main)
 """
 
 
-def test_a_stock_stream_does_not_know_an_ipv6_peer():
+def test_stock_stream_lacks_the_ipv6_address():
     told = subprocess.run(
         [sys.executable, "-c", STOCK], capture_output=True, text=True, check=True
     ).stdout.strip()

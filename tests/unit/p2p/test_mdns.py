@@ -21,7 +21,7 @@ def test_every_swarm_has_its_own_service_type():
     assert len(name) <= 16  # RFC 6763: underscore and 15 characters
 
 
-def test_an_announcement_is_a_claim(peers):
+def test_announcements_are_validated(peers):
     good = {b"id": peers[0].encode()}
     assert mdns.parse_service(good, ["192.168.1.5", "fd00::7"], 4001) == [
         (peers[0], "/ip4/192.168.1.5/tcp/4001"),
@@ -83,7 +83,7 @@ async def test_a_loopback_node_does_not_announce_itself(peers, caplog):
     assert "only loopback" in caplog.text
 
 
-async def test_no_multicast_is_one_warning_and_no_more(peers, caplog, monkeypatch):
+async def test_missing_multicast_is_one_warning(peers, caplog, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("no such device")
 

@@ -41,7 +41,7 @@ def test_peers_and_bans_survive_a_restart(tmp_path):
     assert reputation.standing(peer(9), 1000.0) is Standing.BANNED
 
 
-def test_the_book_is_bounded_and_keeps_those_seen_last():
+def test_book_is_bounded_to_recently_seen_peers():
     data = json.loads(render_book(filled(1000), Reputation(), 2000.0))
     assert len(data["peers"]) == BOOK_PEERS
     assert data["peers"][0]["peer"] == peer(999)
@@ -79,7 +79,7 @@ def test_damaged_book_is_one_warning(tmp_path, data, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_entries_that_make_no_sense_are_left_out(tmp_path):
+def test_invalid_entries_are_skipped(tmp_path):
     path = tmp_path / "peers.json"
     good = {"peer": peer(1), "addresses": ["/ip4/20.0.0.1/tcp/1"], "age": 1.0}
     entries = [
@@ -96,12 +96,12 @@ def test_entries_that_make_no_sense_are_left_out(tmp_path):
     assert t.get(peer(1)) is not None
 
 
-def test_no_book_is_no_news(tmp_path, caplog):
+def test_missing_book_is_not_logged(tmp_path, caplog):
     assert load_book(tmp_path / "peers.json", table(), Reputation(), 0.0) == 0
     assert not caplog.records
 
 
-def test_a_book_that_cannot_be_saved_is_a_warning(tmp_path, caplog):
+def test_failed_save_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     save_book(tmp_path / "file" / "peers.json", b"{}")
     assert len(caplog.records) == 1

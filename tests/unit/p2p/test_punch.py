@@ -76,7 +76,7 @@ async def test_without_punching_the_circuit_stays(tmp_path):
         assert a.statistics().nat.relayed == 1
 
 
-async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
+async def test_punching_over_a_direct_connection_is_refused(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
 

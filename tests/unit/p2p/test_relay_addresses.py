@@ -41,12 +41,12 @@ def test_circuit_addresses_round_trip():
         PLACE + "/" * 300,
     ],
 )
-def test_anything_else_is_refused(text):
+def test_other_circuit_forms_are_refused(text):
     with pytest.raises(ValueError):
         parse_any(text)
 
 
-def test_a_relay_reaches_as_far_as_its_address_does():
+def test_circuit_has_the_scope_of_its_relay():
     near = Circuit(Address("ip4", "127.0.0.1", 9), RELAY)
     assert not dialable(near, Address("ip4", "5.5.5.5", 1))
     assert dialable(near, Address("ip4", "127.0.0.1", 1))

@@ -53,19 +53,19 @@ def test_trust_grows_slowly_and_falls_fast():
     assert r.standing("x", 0.0) is Standing.GREYLISTED
 
 
-def test_what_was_earned_and_lost_fades():
+def test_scores_decay():
     r = Reputation()
     r.rejected("x", "reward", 0.0)
     assert r.score("x", reputation.HALF_LIFE) == pytest.approx(-reputation.COST / 2)
 
 
-def test_rare_faults_of_an_honest_peer_are_never_enough():
+def test_rare_faults_never_greylist():
     r = Reputation()
     for hour in range(200):
         assert r.rejected("x", "stale", hour * 600.0) is Standing.GOOD
 
 
-def test_a_prefix_earns_no_more_than_its_share():
+def test_prefix_score_is_capped():
     r = Reputation()
     for index in range(50):
         r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
@@ -92,7 +92,7 @@ def test_bans_lower_new_peers_of_the_prefix():
     assert r.score("other", 0.0) == 0.0
 
 
-def test_memory_is_bounded_and_keeps_the_bans():
+def test_memory_is_bounded_and_keeps_bans():
     r, rng = Reputation(), random.Random(0)
     for index in range(100):
         r.ban(f"bad{index}", 0.0)
@@ -121,7 +121,7 @@ def test_moved_peer_counts_for_its_newest_prefix():
     assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2
 
 
-def test_who_comes_back_is_no_newcomer():
+def test_returning_peer_is_not_a_newcomer():
     r = Reputation()
     for prefix in ("9.9.9.0/24", "9.9.9.0/24", "9.9.8.0/24", None):
         r.rejected("x", "reward", 0.0)
@@ -151,7 +151,7 @@ def test_restart_keeps_scores_and_bans():
     assert after.score("new", 0.0) == -reputation.NEWCOMER_COST
 
 
-def test_a_snapshot_cannot_bring_in_nonsense():
+def test_invalid_snapshot_values_are_ignored():
     r = Reputation()
     bad = [
         reputation.SavedRecord("x", float("nan"), None, 0.0),

@@ -37,7 +37,7 @@ async def ask(
     )
 
 
-async def test_bytes_come_back_whole_and_streams_do_not_stay(tmp_path):
+async def test_response_is_whole_and_streams_are_closed(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         for data in (b"", b"x", bytes(range(256)) * 4096):
@@ -93,7 +93,7 @@ async def test_expired_deadline_is_a_timeout(tmp_path):
                 )
 
 
-async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
+async def test_cancelled_request_keeps_the_connection(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         # on a busy machine none of those cancelled may be over
         server.requests.serve(ECHO, echo, per_peer=8, **LIMITS)
@@ -106,7 +106,7 @@ async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
         assert client.peers.statistics().dials == 1  # never reconnected
 
 
-async def test_a_response_longer_than_allowed_is_not_read(tmp_path):
+async def test_oversized_response_is_not_read(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         with pytest.raises(BadMessage, match="oversize"):
@@ -115,7 +115,7 @@ async def test_a_response_longer_than_allowed_is_not_read(tmp_path):
         assert client.requests.statistics().requests[ECHO] == {"malformed": 1, "ok": 1}
 
 
-async def test_a_request_longer_than_allowed_is_not_read(tmp_path):
+async def test_oversized_request_is_not_read(tmp_path):
     called = []
 
     async def handler(peer: str, data: bytes) -> bytes:

@@ -126,13 +126,13 @@ async def test_caller_returns_at_the_deadline(autojump_clock, nursery, where):
     nursery.cancel_scope.cancel()
 
 
-async def test_an_answer_in_time_counts_even_if_closing_hangs(autojump_clock, nursery):
+async def test_response_counts_even_if_closing_hangs(autojump_clock, nursery):
     requests = Libp2pRequests(Host(Library(Stuck("close")), nursery))
     assert await requests.request(PEER, "/x/1", b"x", deadline=3.0, max_response_bytes=10) == b""
     nursery.cancel_scope.cancel()
 
 
-async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nursery):
+async def test_waiting_for_a_slot_counts_against_the_deadline(autojump_clock, nursery):
     requests = Libp2pRequests(Host(Library(Stuck("read")), nursery))
     late = []
 
@@ -176,7 +176,7 @@ async def test_hanging_greetings_do_not_delay_other_protocols(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_whatever_the_library_raises_is_a_peer_error(autojump_clock, nursery):
+async def test_every_library_error_is_a_peer_error(autojump_clock, nursery):
     class Broken(Library):
         async def new_stream(self, peer: object, protocols: list) -> Stuck:
             await trio.lowlevel.checkpoint()

@@ -46,7 +46,7 @@ async def send_for_ever(stream, data):
         await stream.send(data)
 
 
-async def test_both_ways_at_once_and_an_end_each(tmp_path):
+async def test_both_directions_run_and_end_separately(tmp_path):
     async with joined(tmp_path) as (server, client, theirs, ours):
         there, back = bytes(range(256)) * 4096, bytes(reversed(range(256))) * 4096
         got = {}
@@ -131,7 +131,7 @@ async def test_reset_reaches_both_ends(tmp_path):
             await theirs.closed.wait()
 
 
-async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
+async def test_lost_peer_breaks_the_stream(tmp_path):
     async with joined(tmp_path) as (server, client, theirs, ours):
         client.disconnect(server.peer_id)
         with trio.fail_after(30):

@@ -90,7 +90,7 @@ def response(*frames):
 # ---- what is kept
 
 
-def test_a_peer_has_one_summary_the_latest():
+def test_latest_summary_replaces_earlier_ones():
     claims = Claims("me")
     assert [take(claims), take(claims, at=NOW + 30, now=NOW + 30, step=7)] == ["taken", "taken"]
     assert [(claim.peer, claim.summary.step) for claim in claims.all()] == [("p", 7)]
@@ -107,7 +107,7 @@ def test_summaries_per_peer_are_thirty_seconds_apart():
 @pytest.mark.parametrize(
     ("at", "outcome"), [(-301, "old"), (-300, "taken"), (120, "taken"), (121, "future")]
 )
-def test_a_summary_is_neither_old_nor_from_the_future(at, outcome):
+def test_old_and_future_summaries_are_refused(at, outcome):
     assert take(Claims("me"), at=NOW + at) == outcome
 
 
@@ -115,14 +115,14 @@ def test_own_summary_is_not_stored():
     assert take(Claims("me"), "me", by="p") == "own"
 
 
-def test_what_grows_old_is_dropped_and_not_passed_on():
+def test_expired_summaries_are_not_forwarded():
     claims = Claims("me")
     take(claims)
     claims.expire(NOW + 301)
     assert claims.all() == claims.frames(32, "", random.Random(0)) == []
 
 
-def test_one_that_passes_on_fills_only_its_share():
+def test_forwarder_fills_only_its_share():
     claims = Claims("me")
     outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(MAX_FORWARDED + 50)]
     assert outcomes == ["taken"] * MAX_FORWARDED + ["full"] * 50
@@ -170,7 +170,7 @@ def test_clock_offset_needs_two_peers():
     assert clocks.offset(0.0) == 0.5
 
 
-def test_a_minority_of_liars_does_not_move_the_clock():
+def test_lying_minority_does_not_move_the_clock():
     clocks = Clocks()
     for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
         clocks.record(f"p{i}", offset, 0.0)
@@ -270,7 +270,7 @@ async def test_response_has_own_and_other_summaries():
         "nothing",
     ],
 )
-async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
+async def test_hostile_request_is_malformed(request_bytes):
     wire = Wire()
     node = ours(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
@@ -305,7 +305,7 @@ async def test_a_summary_of_a_banned_peer_is_not_shown():
     assert (node.statistics().rows, node.statistics().received["unwelcome"]) == ([], 1)
 
 
-async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
+async def test_frequent_requests_are_refused(autojump_clock):
     wire = Wire()
     ours(wire)
     for _ in range(summaries.REQUEST_BURST):

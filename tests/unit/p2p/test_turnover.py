@@ -105,7 +105,7 @@ def test_member_with_enough_peers_redials_bootstrap_late():
     assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
 
 
-def test_only_outbound_peers_are_believed_once_enough():
+def test_reports_of_inbound_peers_are_ignored_once_enough():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -119,7 +119,7 @@ def test_only_outbound_peers_are_believed_once_enough():
     assert not known.accepts_reports("unknown")
 
 
-def test_rejected_newcomer_does_not_believe_inbound_peers():
+def test_rejected_newcomer_ignores_reports_of_inbound_peers():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)
@@ -175,7 +175,7 @@ def test_full_table_is_a_uniform_sample_of_reports():
     assert math.isclose(kept / peers.MAX_PEERS, 0.5, abs_tol=0.06)
 
 
-def test_those_of_one_network_are_dialled_last():
+def test_crowded_networks_are_dialled_last():
     known = table()
     for number in range(8):
         known.add(f"liar{number}", f"/ip4/30.0.0.{number + 1}/tcp/1", "exchange", 0.0)
