@@ -1,5 +1,5 @@
-"""What the in-process scorer and the tiny policy promise; tests/unit/p2p/test_api.py has the
-in-memory network's promises."""
+"""The in-process scorer and the tiny policy behave like the real ones. tests/unit/p2p/test_api.py
+checks the in-memory network."""
 
 import sys
 
@@ -41,18 +41,18 @@ async def test_scores_equal_those_of_the_child(words):
         TaskRef(task, registry.task_version(task), 2**20, 5)
         for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)
     ]
-    told = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
+    results = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
     with Scorer() as scorer:
-        assert told == scorer.score_many([(ref, ANSWERS) for ref in refs])
+        assert results == scorer.score_many([(ref, ANSWERS) for ref in refs])
 
 
 async def test_failed_item_is_an_error_in_its_place():
     scorer = InProcessScorer(poison="bad")
     good = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
     unknown = TaskRef("builtin/none", "0", 0, 0)
-    told = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
-    assert [type(one) for one in told[1:]] == [TaskUnknown, ScorerFailed]
-    assert told[0].prompt
+    results = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
+    assert [type(one) for one in results[1:]] == [TaskUnknown, ScorerFailed]
+    assert results[0].prompt
     assert scorer.calls == 1
 
 

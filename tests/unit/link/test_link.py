@@ -91,7 +91,7 @@ async def test_draw_does_not_block_the_step(data_dir):
 
 
 async def test_crew_messages_go_both_ways(data_dir):
-    recorder, told = Recorder(), []
+    recorder, received = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
         Capacity(2e9, 1e12, 0.01),
@@ -101,7 +101,7 @@ async def test_crew_messages_go_both_ways(data_dir):
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
-        with Link(data_dir, lambda: HELLO, stages=told.append) as link:
+        with Link(data_dir, lambda: HELLO, stages=received.append) as link:
             await trio.to_thread.run_sync(link.welcome, 30.0)
             link.send(offering)
             link.send(status)
@@ -113,8 +113,8 @@ async def test_crew_messages_go_both_ways(data_dir):
             )
             for message in (assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
-            await until(lambda: len(told) == 4)
-            assert told == [assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")]
+            await until(lambda: len(received) == 4)
+            assert received == [assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
 
@@ -123,7 +123,7 @@ async def test_network_restart_loses_no_queued_message(data_dir):
     with Link(data_dir, lambda: HELLO) as link:
         link.send(Report(phase="training", step=1))
         link.request_external(4, 0, 2)
-        assert link.take_external(5.0) == []  # nobody there: returns at once, does not wait 5 s
+        assert link.take_external(5.0) == []  # not connected: returns at once
         async with trio.open_nursery() as nursery:
             await nursery.start(LinkServer(data_dir, recorder).run)
             await until(lambda: recorder.reports() == [1])

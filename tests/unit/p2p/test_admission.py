@@ -50,7 +50,7 @@ async def test_one_network_prefix_gets_a_quarter_of_the_connections():
     assert rule.admits(candidate("other", "9.9.8.1"))
     assert rule.admits(
         candidate("x30", "9.9.9.30", inbound=False)
-    )  # whom we dial is our own choice
+    )  # outbound connections are exempt
 
 
 async def test_loopback_has_no_prefix():
@@ -69,7 +69,7 @@ async def test_relayed_peers_count_towards_their_relay():
     assert rule.admits(candidate("y", relay="another"))
     assert rule.admits(candidate("y", "5.5.5.5"))  # the relay's own address is not theirs
     scores.reputation.rejected("x0", "test", trio.current_time(), -BAN)
-    assert scores.score("x5") == 0.0  # and so its bans are nobody else's
+    assert scores.score("x5") == 0.0  # loopback peers share no prefix
 
 
 async def test_self_banned_and_non_members_are_refused():

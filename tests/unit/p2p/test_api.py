@@ -153,47 +153,47 @@ async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
     arrived = []
     async with pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await ours.send(b"there")
+        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await local.send(b"there")
         await until(lambda: arrived)
-        (theirs,) = arrived
-        assert (ours.peer, theirs.peer) == (other.peer_id, one.peer_id)
-        assert await theirs.receive() == b"there"
-        theirs.unread(b"re")
-        assert await theirs.receive() == b"re"
-        await theirs.send(b"back")
-        assert await ours.receive() == b"back"
-        ours.finish()
-        assert await theirs.receive() == b""
+        (remote,) = arrived
+        assert (local.peer, remote.peer) == (other.peer_id, one.peer_id)
+        assert await remote.receive() == b"there"
+        remote.unread(b"re")
+        assert await remote.receive() == b"re"
+        await remote.send(b"back")
+        assert await local.receive() == b"back"
+        local.finish()
+        assert await remote.receive() == b""
         with pytest.raises(ValueError, match="after the end"):
-            await ours.send(b"more")
-        theirs.finish()
-        assert await ours.receive() == b""
+            await local.send(b"more")
+        remote.finish()
+        assert await local.receive() == b""
         with trio.fail_after(10):
-            await ours.closed.wait()
-            await theirs.closed.wait()
-        assert (ours.sent, ours.received, theirs.sent, theirs.received) == (5, 4, 4, 5)
-        assert not ours.broken.is_set()
-        assert not theirs.broken.is_set()
+            await local.closed.wait()
+            await remote.closed.wait()
+        assert (local.sent, local.received, remote.sent, remote.received) == (5, 4, 4, 5)
+        assert not local.broken.is_set()
+        assert not remote.broken.is_set()
 
 
 async def test_reset_breaks_a_stream_at_both_ends(pair):
     arrived = []
     async with pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await ours.send(b"x")
+        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await local.send(b"x")
         await until(lambda: arrived)
         assert await arrived[0].receive() == b"x"
-        ours.reset("for a test")
+        local.reset("for a test")
         with pytest.raises(PeerError, match="for a test"):
-            await ours.receive()
+            await local.receive()
         with trio.fail_after(10):
             await arrived[0].broken.wait()
         with pytest.raises(PeerError):
             await arrived[0].receive()
         with pytest.raises(PeerError):
-            await ours.send(b"x")
+            await local.send(b"x")
 
 
 async def test_excess_and_unknown_streams_are_refused(pair):
@@ -202,7 +202,7 @@ async def test_excess_and_unknown_streams_are_refused(pair):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
         await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).send(b"x")
         await until(lambda: arrived)
-        with pytest.raises(PeerError):  # either of the two sees it, whichever comes later
+        with pytest.raises(PeerError):  # raised by open or by receive
             await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).receive()
         with pytest.raises(PeerError):
             await one.streams.open(other.peer_id, "/test/nobody/1", deadline=5)

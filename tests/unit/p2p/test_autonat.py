@@ -94,12 +94,12 @@ async def test_only_the_observed_address_is_dialled_back(tmp_path):
             return False
 
         b.nat.dial_back.reaches = reaches
-        told = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
+        reported = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
 
         async def ask(stream):
             info = pb.Message.PeerInfo(
                 id=ID.from_string(a.peer_id).to_bytes(),
-                addrs=[Multiaddr(each).to_bytes() for each in told],
+                addrs=[Multiaddr(each).to_bytes() for each in reported],
             )
             await write_message(
                 stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
@@ -184,14 +184,14 @@ def test_votes_age_and_are_bounded():
 
 
 async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
-    """Reproduces the reason for our own implementation. If it fails, upstream dials; update
+    """Reproduces the defect that autonat.py works around. If it fails, upstream dials: update
     docs/networking.md."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler
 
         async def ask(stream):
-            told = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
-            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=told)
+            reported = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
+            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=reported)
             await write_message(
                 stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
             )

@@ -59,7 +59,7 @@ async def test_only_missing_chunks_are_sent(tmp_path):
         await fetch(client, server, sink)
         assert same(source, sink)
         assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
-        await fetch(client, server, sink)  # nothing is missing: nobody is asked
+        await fetch(client, server, sink)  # nothing is missing: no request
         assert client.bulk.statistics().fetched == {"ok": 1}
 
 
@@ -95,7 +95,7 @@ async def test_cancelled_fetch_keeps_the_connection(tmp_path):
             before = bytes(sink.data)
             await trio.sleep(0.02)
             assert bytes(sink.data) == before
-            # it may be told a little later, and until then is busy with us
+            # the server notices the end a little later and is busy until then
             await until(lambda: server.bulk.statistics().serving == 0)
         await fetch(client, server, sink)
         assert same(source, sink)

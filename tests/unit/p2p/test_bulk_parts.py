@@ -197,13 +197,13 @@ def test_slow_public_upload_yields_its_slot():
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     held = [begin(served, f"holder {number}") for number in range(serving.PUBLIC_UPLOADS)]
     now = serving.SETTLED_SECONDS - 1
-    assert begin(served, "newcomer") == "busy", "nobody is slow yet"
+    assert begin(served, "newcomer") == "busy", "no upload is slow yet"
     now = 3600.0
     for number, upload in enumerate(held):
         upload.sent = int(
             (1.5 - 0.5 * number) * serving.YIELD_BANDWIDTH * now
         )  # the last two are slow
-    assert begin(served, "holder 0") == "busy", "who has one gets no other one's"
+    assert begin(served, "holder 0") == "busy", "a peer with a slot gets no second one"
     assert [
         isinstance(begin(served, f"newcomer {number}"), serving.Upload) for number in range(3)
     ] == [True, True, False]

@@ -25,7 +25,7 @@ class Home:
     async def ask(self, port):
         self.asked_at.append(trio.current_time())
         answers = [gateway.Gateway()]
-        with suppress(Exception):  # the library's, of a refusal; the process that asks ends by it
+        with suppress(Exception):  # a refusal ends the querying process
             answers.extend(gateway.query(port, self.router.url))
         return answers[-1]
 
@@ -61,7 +61,7 @@ async def test_restarted_router_is_asked_again(autojump_clock):
     async with home() as node:
         await trio.sleep(HOUR + 100)
         node.router.mappings.clear()
-        node.seen = ExternalView("8.8.8.8", private=True)  # it has forgotten, and peers say so
+        node.seen = ExternalView("8.8.8.8", private=True)  # the mapping is lost, and peers notice
         await trio.sleep(330)
         assert len(node.router.mappings) == 1
         assert node.checks == 2

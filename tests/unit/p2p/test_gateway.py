@@ -28,7 +28,7 @@ def test_router_forwards_a_port_for_an_hour():
         "TCP",
     )
     assert mapping["NewLeaseDuration"] == "3600"
-    assert mapping["NewInternalClient"] == "127.0.0.1", "this machine, and nobody else"
+    assert mapping["NewInternalClient"] == "127.0.0.1", "only to this machine"
 
 
 def test_refusing_router_still_reports_its_address():

@@ -139,7 +139,7 @@ async def test_handler_exception_does_not_block_other_streams():
 
 
 async def test_a_stream_ends_with_its_handler():
-    async def told(host, seconds):
+    async def notified(host, seconds):
         async with attacker.connect(host.address) as peer:
             stream = await peer.open("/test/leave/1")
             await stream.send(b"x")
@@ -148,10 +148,10 @@ async def test_a_stream_ends_with_its_handler():
             return stream.ended
 
     with processes(stock(), guarded()) as (forgetful, tidy):
-        assert not await told(forgetful, 2), (
+        assert not await notified(forgetful, 2), (
             "upstream fixed this: remove guard handler_failed (close)"
         )
-        assert await told(tidy, 60)
+        assert await notified(tidy, 60)
 
 
 async def test_half_closed_streams_are_swept():

@@ -21,8 +21,7 @@ MB = 1_000_000
 
 
 async def push(peer, stream, size):
-    """Send `size` bytes in frames of 1 MB whatever the window says; stops when the connection is
-    lost."""
+    """Send `size` bytes in frames of 1 MB, ignoring the window, until the connection is lost."""
     with contextlib.suppress(Exception):
         for _ in range(size // MB):
             if peer.lost.is_set():
@@ -66,7 +65,7 @@ async def test_unread_bytes_per_connection_are_bounded():
         assert await fill(swollen, 400) > 75 * MB, (
             "upstream fixed this: remove guard connection_full"
         )
-        assert await fill(bounded, 400) < 65 * MB  # 32 MiB, and what the allocator keeps
+        assert await fill(bounded, 400) < 65 * MB  # 32 MiB and the overhead of the allocator
         assert await bounded.counted("connection_full") == 1
         assert await bounded.serves()
 
@@ -163,7 +162,7 @@ async def test_peer_must_not_use_own_stream_ids():
         async with attacker.connect(host.address) as peer:
             await peer.syn(1002)
             await host.rests()
-            await trio.sleep(0.1)  # what it said last is on its way
+            await trio.sleep(0.1)  # its last frames are under way
             return not peer.lost.is_set()
 
     with processes(stock(), guarded()) as (lax, strict):

@@ -95,7 +95,7 @@ async def test_announced_addresses_replace_listen_addresses(tmp_path):
 
 async def test_node_runs_without_any_peer(tmp_path, caplog):
     with socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # nobody listens there
+        dead.bind(("127.0.0.1", 0))  # no listener
         other = identity.load_or_create(tmp_path / "other.key").peer_id
         address = f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{other}"
         async with host(tmp_path, initial_peers=[address]) as network:
@@ -121,7 +121,7 @@ async def test_wrong_key_at_a_bootstrap_address_is_rejected(tmp_path):
 
 
 async def test_leaving_closes_every_socket(tmp_path):
-    # what is opened once and kept for the life of the process
+    # opens what the process keeps open, such as the event loop's descriptors
     async with hosts(tmp_path / "warm", 2):
         pass
     before = len(os.listdir("/proc/self/fd"))
@@ -226,7 +226,7 @@ async def test_own_streams_do_not_keep_an_inbound_peer(tmp_path):
         nursery.start_soon(
             ping_for_ever, await guest.host.open_stream(server.peer_id, "/ipfs/ping/1.0.0")
         )
-        with trio.move_on_after(15.0):  # what the server itself asks a newcomer is over by then
+        with trio.move_on_after(15.0):  # by then the requests of the server itself have ended
             await until(lambda: pings and link(server, guest).spare)
         assert link(server, guest).spare
         assert link(server, guest).inbound
@@ -285,7 +285,7 @@ async def test_garbage_is_counted_and_peers_are_served(tmp_path):
             server.requests.statistics().requests.get("/swarmnode/peers/1", {}).get("ok", 0)
         )
         with trio.fail_after(30):
-            # of two connections that were dialled at once one is closed, with what is asked over it
+            # one of two simultaneous connections is closed, together with its requests
             while not served():
                 await server.discovery.exchange.ask(client.peer_id)
         assert server.connected() == [client.peer_id]

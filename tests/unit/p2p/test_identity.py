@@ -98,6 +98,6 @@ def test_lost_key_is_logged_once(tmp_path, left, caplog):
         (tmp_path / left).write_bytes(b"{}")
     made = identity.load_or_create(tmp_path / "identity.key")
     identity.load_or_create(tmp_path / "identity.key")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (left is not None)
-    assert all(made.peer_id in line and "swarmnode key import" in line for line in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (left is not None)
+    assert all(made.peer_id in line and "swarmnode key import" in line for line in messages)

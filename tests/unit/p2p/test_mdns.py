@@ -48,13 +48,13 @@ def test_announcements_are_validated(peers):
 
 async def test_two_nodes_discover_each_other(peers):
     """Multicast DNS on the loopback interface."""
-    heard: dict[str, dict[str, str]] = {peer: {} for peer in peers}
+    discovered: dict[str, dict[str, str]] = {peer: {} for peer in peers}
     found = trio.Event()
 
     def listener(own: str):
         def heard_of(peer: str, address: str) -> None:
-            heard[own][peer] = address
-            if all(heard.values()):
+            discovered[own][peer] = address
+            if all(discovered.values()):
                 found.set()
 
         return heard_of
@@ -68,7 +68,7 @@ async def test_two_nodes_discover_each_other(peers):
         with trio.fail_after(30):
             await found.wait()
         nursery.cancel_scope.cancel()
-    assert heard == {
+    assert discovered == {
         peers[0]: {peers[1]: "/ip4/127.0.0.1/tcp/4002"},
         peers[1]: {peers[0]: "/ip4/127.0.0.1/tcp/4001"},
     }

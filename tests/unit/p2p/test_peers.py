@@ -47,7 +47,7 @@ def test_backoff_is_longer_unless_all_are_lost():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     t.add("friend", address(1), "mdns", 0.0)
-    t.get("x").last_seen = 0.0  # we know that it works, so it is not forgotten
+    t.get("x").last_seen = 0.0  # it worked before, so it is not forgotten
     connect(t, "friend", 0.0)
 
     def wait_after_failures(now: float) -> float:
@@ -327,7 +327,7 @@ def test_pinned_peer_is_dialled_first():
         t.add(name, address(index), "exchange", 0.0)
     connect(t, "friend", 0.0)
     assert names(t.to_dial(10.0)) == []
-    t.pin(["member", "nobody we know"], 10.0)
+    t.pin(["member", "unknown"], 10.0)
     assert names(t.to_dial(10.0)) == ["member"]
     now, waits = 10.0, []
     for _ in range(50):

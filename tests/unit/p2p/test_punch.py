@@ -91,7 +91,7 @@ async def test_punching_over_a_direct_connection_is_refused(tmp_path):
 
 def test_dialled_addresses_are_limited_in_number_and_scope():
     vantage = Address("ip4", "5.5.5.5", 1)
-    told = [
+    received = [
         "/ip4/127.0.0.1/tcp/1",
         "/ip4/192.168.0.1/tcp/2",
         "/ip4/6.6.6.1/tcp/3",
@@ -99,11 +99,11 @@ def test_dialled_addresses_are_limited_in_number_and_scope():
         "/ip4/6.6.6.3/tcp/5",
     ]
     found = dialable_targets(
-        [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage
+        [b"garbage", *(Multiaddr(each).to_bytes() for each in received[2:])], vantage
     )
     assert [each.port for each in found] == [3, 4]
-    assert dialable_targets([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
-    assert dialable_targets([Multiaddr(told[2]).to_bytes()], None) == []
+    assert dialable_targets([Multiaddr(each).to_bytes() for each in received[:2]], vantage) == []
+    assert dialable_targets([Multiaddr(received[2]).to_bytes()], None) == []
 
 
 async def test_listening_port_is_shared_only_for_dialling(tmp_path):

@@ -92,7 +92,7 @@ async def test_members_discover_each_other_through_a_relay(tmp_path):
         }
         async with host(tmp_path / "a", **known) as a:
             await until(lambda: relay.statistics().nat.relay.reservations == 1)
-            # as if no router let anybody in
+            # as if every router blocked inbound connections
             a.nat.own_addresses = lambda peer: [str(each) for each in a.nat.client.addresses()]
             async with host(tmp_path / "b", **known) as b:
                 await until(

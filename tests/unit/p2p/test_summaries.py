@@ -68,7 +68,7 @@ class Wire:
         return answer
 
 
-def ours(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
+def make_node(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
     node = Summaries(
         wire,
         PEER,
@@ -87,7 +87,7 @@ def response(*frames):
     return codec.encode(SummaryResponse(list(frames)))
 
 
-# ---- what is kept
+# ---- stored summaries
 
 
 def test_latest_summary_replaces_earlier_ones():
@@ -126,7 +126,7 @@ def test_forwarder_fills_only_its_share():
     claims = Claims("me")
     outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(MAX_FORWARDED + 50)]
     assert outcomes == ["taken"] * MAX_FORWARDED + ["full"] * 50
-    assert take(claims, "somebody", by="honest") == "taken"
+    assert take(claims, "another", by="honest") == "taken"
 
 
 def test_memory_is_bounded_and_signers_find_room():
@@ -191,7 +191,7 @@ def test_clocks_are_bounded():
 async def test_peer_is_asked_at_most_every_thirty_seconds(autojump_clock):
     wire = Wire()
     with trio.move_on_after(200):
-        await ours(wire, [OTHER_PEER]).run()
+        await make_node(wire, [OTHER_PEER]).run()
     times = [at for _, at, _ in wire.asked]
     assert times[0] < 2
     assert 4 <= len(times) <= 7
@@ -201,7 +201,7 @@ async def test_peer_is_asked_at_most_every_thirty_seconds(autojump_clock):
 async def test_least_recently_asked_peers_come_first(autojump_clock):
     peers = [f"p{i}" for i in range(8)]
     wire = Wire()
-    node = ours(wire, peers)
+    node = make_node(wire, peers)
     await node.round(peers)
     await node.round(peers)
     assert sorted(peer for peer, _, _ in wire.asked) == peers
@@ -209,7 +209,7 @@ async def test_least_recently_asked_peers_come_first(autojump_clock):
 
 async def test_summary_is_signed_for_this_swarm():
     wire = Wire()
-    await ours(wire).round([OTHER_PEER])
+    await make_node(wire).round([OTHER_PEER])
     frame = codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary
     assert open_summary(frame, SWARM)[0] == PEER
     with pytest.raises(BadMessage, match="signature"):
@@ -218,7 +218,7 @@ async def test_summary_is_signed_for_this_swarm():
 
 async def test_node_without_summary_still_receives():
     wire = Wire({OTHER_PEER: response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     node.own_summary = lambda created_at: None
     await node.round([OTHER_PEER])
     assert (
@@ -237,7 +237,7 @@ async def test_node_without_summary_still_receives():
 
 async def test_response_has_own_and_other_summaries():
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     third = Ed25519PrivateKey.from_private_bytes(b"\x07" * 32)
     await node.round([OTHER_PEER])
     name = peer_id(third.public_key().public_bytes_raw())
@@ -245,12 +245,12 @@ async def test_response_has_own_and_other_summaries():
     answer = await wire.handler(
         OTHER_PEER, codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, SWARM)))
     )
-    told = [
+    result = [
         open_summary(frame, SWARM)[0]
         for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries
     ]
-    assert told == [PEER, name]
-    assert (node.version_of(name), node.version_of("nobody")) == ("0.1.0", "")
+    assert result == [PEER, name]
+    assert (node.version_of(name), node.version_of("unknown")) == ("0.1.0", "")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ async def test_response_has_own_and_other_summaries():
         b"",
     ],
     ids=[
-        "of somebody else",
+        "of another signer",
         "of another swarm",
         "nested arrays",
         "a map of 2**32 entries",
@@ -272,7 +272,7 @@ async def test_response_has_own_and_other_summaries():
 )
 async def test_hostile_request_is_malformed(request_bytes):
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
         await wire.handler(OTHER_PEER, request_bytes)
     assert node.statistics() == SummaryStatistics(received=dict.fromkeys(summaries.OUTCOMES, 0))
@@ -293,21 +293,21 @@ async def test_hostile_request_is_malformed(request_bytes):
     ],
 )
 async def test_invalid_response_is_counted(answer, received):
-    node = ours(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
+    node = make_node(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
     await node.round([OTHER_PEER])
     assert {outcome: n for outcome, n in node.statistics().received.items() if n} == received
 
 
 async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
+    node = make_node(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
     assert (node.statistics().rows, node.statistics().received["unwelcome"]) == ([], 1)
 
 
 async def test_frequent_requests_are_refused(autojump_clock):
     wire = Wire()
-    ours(wire)
+    make_node(wire)
     for _ in range(summaries.REQUEST_BURST):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
     with pytest.raises(PeerError, match="too many requests"):
@@ -318,7 +318,7 @@ async def test_frequent_requests_are_refused(autojump_clock):
 
 async def test_clock_offset_uses_rejected_summaries():
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW - 400)
+    node = make_node(wire, clock=lambda: NOW - 400)
     for number in range(3):
         key = Ed25519PrivateKey.from_private_bytes(bytes([40 + number]) * 32)
         frame = seal_summary(summary(NOW + number), key, SWARM)
@@ -329,7 +329,7 @@ async def test_clock_offset_uses_rejected_summaries():
     assert node.statistics().rows == []
 
 
-# ---- what is shown of it
+# ---- displayed summaries
 
 
 def test_displayed_name_is_short_and_printable():
@@ -341,15 +341,15 @@ def test_displayed_name_is_short_and_printable():
 
 def test_own_summary_is_within_bounds():
     report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
-    told = own_summary(
+    result = own_summary(
         NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5),
         report,
         int(NOW * 1000),
         published=4,
         peers=2,
     )
-    assert open_summary(seal_summary(told, KEY, SWARM), SWARM) == (PEER, told)
-    assert (told.reward, told.uptime, told.step) == (1.0, 0, 3)
+    assert open_summary(seal_summary(result, KEY, SWARM), SWARM) == (PEER, result)
+    assert (result.reward, result.uptime, result.step) == (1.0, 0, 3)
     assert own_summary(NodeInfo(version="1"), None, 0, published=0, peers=0).reward == -1
 
 
