@@ -1,5 +1,5 @@
-"""An in-memory network: an `api.Network` without sockets, libp2p or delay (unless a latency is
-set).
+"""An in-memory network: an `api.Network` without streams, sockets, libp2p or delay (unless a
+latency is set).
 
     swarm = MemorySwarm()
     a, b, c = (swarm.join(peer) for peer in "abc")      # fully connected
@@ -23,7 +23,7 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import RequestHandler
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.slots import Service
-from tests.support.fakes.streams import MemoryBulk, MemoryStreams
+from tests.support.fakes.bulk import RequestBulk
 
 
 class MemorySwarm:
@@ -43,8 +43,7 @@ class MemorySwarm:
 
     def leave(self, peer_id: str) -> None:
         """Remove a node as if its process were killed."""
-        gone = self.nodes.pop(peer_id)
-        gone.streams.drop(())
+        del self.nodes[peer_id]
         self._notify()
 
     def cut(self, one: str, other: str) -> None:
@@ -68,22 +67,20 @@ class MemorySwarm:
         ]
 
     def _notify(self) -> None:
-        for node in self.nodes.values():
-            node.streams.drop(node.connected())
         self.changed.set()
         self.changed = trio.Event()
 
 
 class MemoryNetwork(PeerScores):
-    """The network of one node; satisfies `api.Network`. pinned: peers of the last call of `pin`."""
+    """The network of one node: an `api.Network` without streams. pinned: peers of the last call of
+    `pin`."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
         super().__init__()
         self.peer_id = peer_id
         self.listen_addrs: list[str] = []
         self.requests = MemoryRequests(self, swarm)
-        self.streams = MemoryStreams(self, swarm)
-        self.bulk = MemoryBulk(self, swarm)
+        self.bulk = RequestBulk(self.requests, self)
         self.pinned: frozenset[str] = frozenset()
         self._swarm = swarm
 

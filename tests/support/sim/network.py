@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,15 @@ from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER
 from swarmnode.p2p.slots import PeerSlots
-from swarmnode.wire import bulk
+from swarmnode.wire import ids
+from tests.support.fakes.bulk import RequestBulk
 from tests.support.fakes.network import ServedProtocols
-from tests.support.fakes.streams import BULK_SECONDS, OfferedTransfers
 from tests.support.sim.wires import History, Link, Timeline, Wires
 
 HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
 """Overhead of a frame in bytes."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
-BULK = "bulk"
 
 
 class Medium:
@@ -186,7 +184,7 @@ class SimNetwork(PeerScores):
         self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
         self.requests = SimRequests(self)
-        self.bulk = SimBulk(self)
+        self.bulk = RequestBulk(self.requests, self)
         self.streams = NoStreams()
         dialer = Dialer(self.peers, self._connect)
         exchange = PeerExchange(
@@ -411,9 +409,11 @@ class SimRequests(ServedProtocols):
         connection = self._network.connection(peer)
         pending = Pending(connection)
         self._pending[pending] = None
-        connection.link.under_way[self._network.peer_id] += 1
+        other = connection.other
+        granted = protocol == ids.BULK_PROTOCOL  # a transfer keeps the connection at both ends
+        busy = [self._network.peer_id, *([other.peer_id] if granted else [])]
+        connection.link.under_way.update(busy)
         try:
-            other = connection.other
             self._network.transmit(
                 connection,
                 protocol,
@@ -424,7 +424,7 @@ class SimRequests(ServedProtocols):
             )
             await pending.done.wait()
         finally:
-            connection.link.under_way[self._network.peer_id] -= 1
+            connection.link.under_way.subtract(busy)
             del self._pending[pending]
         if isinstance(pending.outcome, PeerError):
             raise pending.outcome
@@ -463,99 +463,6 @@ class SimRequests(ServedProtocols):
         if back:
             size = len(outcome) if isinstance(outcome, bytes) else 0
             self._network.transmit(back[0], protocol, size, lambda: pending.resolve(outcome))
-
-
-# ---- bulk ----------------------------------------------------------------------------------------
-
-
-class SimBulk(OfferedTransfers):
-    """Manifests and chunks over the same links. Every chunk is verified as on a real network."""
-
-    def __init__(self, network: SimNetwork) -> None:
-        super().__init__(network)
-        self._network = network
-
-    async def manifest(
-        self,
-        peer: str,
-        transfer: bytes,
-        *,
-        deadline: float = BULK_SECONDS,
-        root: bytes | None = None,
-    ) -> Any:
-        def answer(other: SimBulk) -> tuple[Any, int]:
-            manifest = other.source(self._network.peer_id, transfer).manifest(transfer)
-            return manifest, len(manifest.hashes) + 64
-
-        manifest = await self._call(peer, deadline, answer)
-        bulk.check_manifest(manifest, transfer, root)
-        return manifest
-
-    async def fetch(
-        self,
-        peer: str,
-        transfer: bytes,
-        manifest: Any,
-        sink: Any,
-        *,
-        deadline: float,
-    ) -> None:
-        until = trio.current_time() + deadline
-        own = self._network.peer_id
-        for index in sink.missing():
-            chunk = partial(
-                SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index
-            )
-            data = await self._call(peer, until - trio.current_time(), chunk)
-            self.store_chunk(peer, manifest, sink, index, data)
-
-    def chunk(self, peer: str, transfer: bytes, manifest: Any, index: int) -> tuple[Any, int]:
-        """Return (bytes, their number)."""
-        data = bytes(self.source(peer, transfer, bulk.root(manifest)).chunk(index))
-        return data, len(data)
-
-    async def _call(
-        self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]
-    ) -> Any:
-        network = self._network
-        number = network.medium.begin(Wait(network.peer_id, BULK, trio.current_time()))
-        try:
-            with trio.move_on_after(max(0.0, deadline)):
-                connection = network.connection(peer)
-                done, outcome = trio.Event(), collections.deque[Any]()
-
-                def finish(result: Any) -> None:
-                    outcome.append(result)
-                    done.set()
-
-                def at_other() -> None:
-                    other, size = connection.other, 0
-                    try:
-                        result, size = answer(other.bulk)
-                    except PeerError as error:
-                        result = error
-                    back = [
-                        e
-                        for e in other.connections.with_peer(network.peer_id)
-                        if isinstance(e, SimConnection) and e.link is connection.link
-                    ]
-                    if back:
-                        other.transmit(back[0], BULK, size, lambda: finish(result))
-
-                connection.link.on_close.append(lambda: finish(PeerError("the connection is gone")))
-                network.transmit(connection, BULK, 128, at_other)
-                ends = (network.peer_id, connection.other.peer_id)
-                connection.link.under_way.update(ends)
-                try:
-                    await done.wait()
-                finally:
-                    connection.link.under_way.subtract(ends)
-                if isinstance(outcome[0], PeerError):
-                    raise outcome[0]
-                return outcome[0]
-        finally:
-            del network.medium.waits[number]
-        raise PeerTimeout(f"{peer} sent nothing within {deadline:g} s")
 
 
 class NoStreams:

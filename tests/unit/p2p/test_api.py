@@ -37,6 +37,12 @@ def pair(request, tmp_path):
     return request.param(tmp_path)
 
 
+@pytest.fixture
+def hosts_pair(tmp_path):
+    """Open two connected hosts, which have streams."""
+    return on_loopback(tmp_path)
+
+
 async def echo(peer: str, data: bytes) -> bytes:
     await trio.lowlevel.checkpoint()
     return data
@@ -149,9 +155,9 @@ async def test_concurrent_requests_are_limited(pair):
             await ask(one, other.peer_id)
 
 
-async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
+async def test_a_stream_carries_both_ways_and_ends_in_order(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
         local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
         await local.send(b"there")
@@ -177,9 +183,9 @@ async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
         assert not remote.broken.is_set()
 
 
-async def test_reset_breaks_a_stream_at_both_ends(pair):
+async def test_reset_breaks_a_stream_at_both_ends(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
         local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
         await local.send(b"x")
@@ -196,9 +202,9 @@ async def test_reset_breaks_a_stream_at_both_ends(pair):
             await local.send(b"x")
 
 
-async def test_excess_and_unknown_streams_are_refused(pair):
+async def test_excess_and_unknown_streams_are_refused(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
         await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).send(b"x")
         await until(lambda: arrived)
