@@ -131,9 +131,6 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     """Number of times each guard fired in this process."""
     refused_connections: int = 0
     """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
-    failed_handshakes: int = 0
-    """Inbound connections that failed before the end of the handshake: garbage, port scans,
-    timeouts."""
     exchange: dict[str, int] = {}
     """Addresses received by peer exchange, by outcome."""
     mdns_running: bool = False
@@ -282,7 +279,6 @@ class Libp2pNetwork(PeerScores):
             reputation=self.reputation.statistics(trio.current_time()),
             guards=dict(guards.statistics().fired),
             refused_connections=self._gater.refused,
-            failed_handshakes=self._gater.failed,
             exchange=self.discovery.learned(),
             mdns_running=self.discovery.mdns_running,
             nat=self.nat.statistics(),

@@ -160,10 +160,6 @@ class Reputation:
             earned += max(0.0, self._records[other].score)
         return record.score * min(1.0, PREFIX_BEST / earned)
 
-    def ban(self, peer: str, now: float) -> None:
-        """Ban `peer` independent of its score."""
-        self.rejected(peer, "banned", now, cost=BEST - BAN)
-
     def snapshot(self, now: float) -> list[SavedRecord]:
         """Return the records to save."""
         saved = []

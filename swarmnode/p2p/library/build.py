@@ -63,7 +63,6 @@ def build_host(
         ),
     )
     swarm = cast("Swarm", host.get_network())
-    gater.count_failures(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
     # only `connection_manager.Dialer` dials
     swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ def filled(count: int) -> PeerTable:
 def test_peers_and_bans_survive_a_restart(tmp_path):
     path = tmp_path / "peers.json"
     before, bad = filled(3), Reputation()
-    bad.ban(peer(9), 10.0)
+    bad.rejected(peer(9), "test", 10.0, cost=1000.0)
     save_book(path, render_book(before, bad, 10.0))
     after, reputation = table(), Reputation()
     saved = json.loads(path.read_text())["saved_at"]
