@@ -54,8 +54,8 @@ from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
+from swarmnode.wire.manifest import swarm_id
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.swarm import swarm_id
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_logprobs
 
 PARTS = 2

@@ -28,9 +28,8 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
-from swarmnode.wire.manifest import VerifiedManifest
+from swarmnode.wire.manifest import VerifiedManifest, swarm_id
 from swarmnode.wire.messages import RolloutGroup
-from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 

@@ -124,10 +124,8 @@ class ConnectionManager:
         """Record a new connection; ban or greet its peer."""
         now = trio.current_time()
         self._table.record_connected(connection.peer, inbound=connection.inbound, now=now)
-        if not self._scores.may_connect(
-            connection.peer, now
-        ):  # the peer was banned after its handshake
-            self.disconnect(connection.peer)
+        if not self._scores.may_connect(connection.peer, now):
+            self.disconnect(connection.peer)  # the peer was banned after its handshake
         elif len(self._connections.with_peer(connection.peer)) == 1:
             self._host.nursery.start_soon(self._greet, connection.peer)
 

@@ -88,24 +88,14 @@ async def open_host(
     """
     try:
         own = listening.own_addresses(cfg, data_dir)
-        belongs = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
+        settings = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
         gater = ConnectionGater()
         guards.install()
         library = build.build_host(
             identity.key_pair, own.announce, gater, cfg.max_connections, secret
         )
-        async with (
-            guards.running(library, own.listen),
-            trio.open_nursery() as nursery,
-        ):
-            network = Libp2pNetwork(
-                Host(library, nursery),
-                gater,
-                cfg,
-                own,
-                belongs,
-                data_dir,
-            )
+        async with guards.running(library, own.listen), trio.open_nursery() as nursery:
+            network = Libp2pNetwork(Host(library, nursery), gater, cfg, own, settings, data_dir)
             await network.start()
             try:
                 yield network

@@ -29,8 +29,8 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Requests
 from swarmnode.p2p.slots import RateLimiter
 from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.envelope import open_summary, seal_summary
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.signed import open_summary, seal_summary
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnode.errors import BadMessage
-from swarmnode.wire import limits
+from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import compress, decode, decode_payload, encode
-from swarmnode.wire.messages import Codec, Envelope, RolloutGroup
+from swarmnode.wire.messages import Codec, Envelope, RolloutGroup, Session, Summary
 
 _CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
 
@@ -108,6 +108,36 @@ def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
         raise BadMessage("compression", "the payload of this envelope must not be compressed")
     verify(envelope, domain, swarm)
     return envelope
+
+
+# -- sessions and summaries, which a peer that forwards them cannot forge
+
+
+def seal_session(session: Session, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
+    """Return a signed session as bytes; `swarm` is the 32-byte swarm id."""
+    return encode(sign(encode(session), private_key, ids.DOMAIN_SESSION, swarm))
+
+
+def open_session(frame: bytes, swarm: bytes) -> tuple[str, Session]:
+    """Return the signer's peer id and the session. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
+    envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SESSION_REQUEST_BYTES)
+    return peer_id(envelope.key), decode(envelope.payload, Session, limits.SESSION_REQUEST_BYTES)
+
+
+def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
+    """Return a signed summary as bytes; `swarm` is the 32-byte swarm id."""
+    return encode(sign(encode(summary), private_key, ids.DOMAIN_SUMMARY, swarm))
+
+
+def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
+    """Return the signer's peer id and the summary. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
+    envelope = open_raw(frame, ids.DOMAIN_SUMMARY, swarm, limits.SUMMARY_BYTES)
+    return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)
+
+
+# -- ids
 
 
 @functools.lru_cache(4096)

@@ -22,8 +22,8 @@ from swarmnode.swarm import join
 from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import codec, limits
+from swarmnode.wire.envelope import seal_session
 from swarmnode.wire.messages import Envelope, Session, SessionResponse
-from swarmnode.wire.signed import seal_session
 from tests.support.hosts import host
 from tests.support.manifests import CONFIG, founded, succeeding
 from tests.support.waiting import until

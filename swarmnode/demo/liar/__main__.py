@@ -27,7 +27,7 @@ from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.listings import ListingRequest
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 
 REQUESTS_PER_SECOND = 40.0
 REQUEST_TIMEOUT_SECONDS = 2.0

@@ -29,10 +29,9 @@ from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.shelf import MOST_GROUPS
 from swarmnode.wire import codec, envelope, ids
-from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.envelope import Credentials, seal_summary
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import Summary, SummaryRequest
-from swarmnode.wire.signed import seal_summary
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.waiting import until
 

@@ -23,9 +23,8 @@ from swarmnode.p2p.summaries import (
     SummaryStatistics,
 )
 from swarmnode.wire import codec, limits
-from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.envelope import open_summary, peer_id, seal_summary
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.signed import open_summary, seal_summary
 
 NOW = 1_790_000_000.0
 
