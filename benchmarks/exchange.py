@@ -32,6 +32,7 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.hosts import host
+from tests.support.waiting import wait_connected
 
 MIB = 2**20
 TRANSFER = b"exchange".ljust(32, b"\0")
@@ -102,7 +103,7 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
         server, pid = start(serve, directory / "server", size)
         address, port = await trio.to_thread.run_sync(server.recv)
         async with host(directory / "client", initial_peers=[address]) as network:
-            await network.wait_connected()
+            await wait_connected(network)
             plain = functools.partial(
                 trio.to_thread.run_sync,
                 fetch_plain,

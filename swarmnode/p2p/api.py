@@ -73,10 +73,6 @@ class Connections(Protocol):
         """Return the peer ids of the connected peers."""
         ...
 
-    async def wait_connected(self, count: int = 1) -> None:
-        """Return once `count` peers are connected."""
-        ...
-
     async def changed(self) -> None:
         """Return when a connection was opened or closed."""
         ...

@@ -234,10 +234,6 @@ class Libp2pNetwork(PeerScores):
     def connected(self) -> list[str]:
         return self.peers.connected()
 
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self.changed()
-
     async def changed(self) -> None:
         await self.connections.changed()
 

@@ -87,10 +87,6 @@ class MemoryNetwork(PeerScores):
     def connected(self) -> list[str]:
         return self._swarm.neighbours(self.peer_id)
 
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self._swarm.changed.wait()
-
     async def changed(self) -> None:
         await self._swarm.changed.wait()
 

@@ -243,10 +243,6 @@ class SimNetwork(PeerScores):
     def connected(self) -> list[str]:
         return self.peers.connected()
 
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self.changed()
-
     async def changed(self) -> None:
         await self.connections.changed()
 

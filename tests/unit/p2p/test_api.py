@@ -12,7 +12,7 @@ from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
 from tests.support.hosts import hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 PROTOCOL = "/test/api/1"
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
@@ -76,8 +76,8 @@ async def test_last_received_is_the_time_of_the_last_bytes(pair):
 async def test_connected_networks_list_each_other(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await one.wait_connected()
-            await other.wait_connected()
+            await wait_connected(one)
+            await wait_connected(other)
         assert one.connected() == [other.peer_id]
         assert other.connected() == [one.peer_id]
 
@@ -85,7 +85,7 @@ async def test_connected_networks_list_each_other(pair):
 async def test_closed_connection_is_a_change(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await other.wait_connected()
+            await wait_connected(other)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.changed)
                 await trio.testing.wait_all_tasks_blocked(0.01)
@@ -266,7 +266,7 @@ async def test_wrong_bulk_bytes_cost_score(pair):
 async def test_rejected_peer_is_ignored_then_disconnected(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await other.wait_connected()
+            await wait_connected(other)
         other.requests.serve(PROTOCOL, echo, **LIMITS)
         other.accepted(one.peer_id)
         assert other.score(one.peer_id) > 0

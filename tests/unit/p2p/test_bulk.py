@@ -9,7 +9,7 @@ import trio
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20
@@ -193,7 +193,7 @@ async def test_closing_a_host_ends_its_fetches(tmp_path):
 
         async with trio.open_nursery() as nursery:
             async with host(tmp_path / "client", initial_peers=server.listen_addrs) as client:
-                await client.wait_connected()
+                await wait_connected(client)
                 nursery.start_soon(attempt, client)
                 await until(lambda: server.bulk.statistics().serving == 1, interval=0.001)
         assert failed

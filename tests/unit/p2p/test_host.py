@@ -16,7 +16,7 @@ from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 
 def port_of(network) -> int:
@@ -171,7 +171,7 @@ async def test_connections_are_bounded(tmp_path):
 
 async def test_banned_peer_is_disconnected_and_refused(tmp_path):
     async with hosts(tmp_path, 2) as (judge, banned):
-        await judge.wait_connected()
+        await wait_connected(judge)
         judge.rejected(banned.peer_id, "reward", cost=1000.0)
         await until(lambda: judge.connected() == [])
         await until(lambda: judge.statistics().refused_connections >= 1)
@@ -180,7 +180,7 @@ async def test_banned_peer_is_disconnected_and_refused(tmp_path):
 
 async def test_ban_during_handshake_closes_the_connection(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-        await a.wait_connected()  # the end that dialled knows a moment later
+        await wait_connected(a)  # the end that dialled knows a moment later
         b.rejected(a.peer_id, "reward", cost=1000.0)
         await until(
             lambda: b.statistics().peers.dials == 1 and a.connected() == b.connected() == []
@@ -191,7 +191,7 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
     async with host(tmp_path / "a") as a:
         with trio.CancelScope() as scope:
             async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-                await b.wait_connected()
+                await wait_connected(b)
                 scope.cancel()
                 await trio.sleep_forever()
     assert a.peer_id in (tmp_path / "b" / "peers.json").read_text()
@@ -261,7 +261,7 @@ async def test_inbound_peer_with_granted_transfer_is_kept(tmp_path):
 async def test_a_ban_survives_a_restart(tmp_path):
     async with host(tmp_path / "a") as a:
         async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-            await a.wait_connected()
+            await wait_connected(a)
             a.rejected(b.peer_id, "reward", cost=1000.0)
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs):
         await until(lambda: a.statistics().refused_connections >= 1)
@@ -318,7 +318,7 @@ async def test_ipv6_peers_have_a_network_prefix(tmp_path):
         host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
         host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
     ):
-        await b.wait_connected(1)
+        await wait_connected(b, 1)
         await until(lambda: a.observed(b.peer_id) is not None)
         assert (a.observed(b.peer_id).host, b.observed(a.peer_id).host) == ("::1", "::1")
         data = bytes(range(256)) * 40_000

@@ -9,7 +9,7 @@ from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.streams import MULTISTREAM, Stream
 from tests.support.hosts import host
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -38,7 +38,7 @@ async def acquainted(directory):
         server.requests.serve(ECHO, echo, **LIMITS)
         async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
             with trio.fail_after(60):
-                await client.wait_connected(1)
+                await wait_connected(client, 1)
                 await until(lambda: knows(client, server))
             yield server, client
 

@@ -6,6 +6,7 @@ import trio
 from swarmnode.p2p import identity, mdns
 from swarmnode.p2p.addresses import Address
 from tests.support.hosts import host
+from tests.support.waiting import wait_connected
 
 SWARM = bytes([3]) * 32
 
@@ -98,5 +99,5 @@ async def test_node_dials_a_peer_from_mdns(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
         b.discovery.add_from_mdns(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
         with trio.fail_after(30):
-            await b.wait_connected()
+            await wait_connected(b)
         assert b.statistics().peers.known_by_source["mdns"] == 1

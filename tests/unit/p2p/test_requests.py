@@ -9,7 +9,7 @@ from libp2p.peer.id import ID
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import requests
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -278,7 +278,7 @@ async def test_dying_peer_is_an_immediate_peer_error(tmp_path):
     async with host(tmp_path / "client") as client, trio.open_nursery() as nursery:
         async with host(tmp_path / "server", initial_peers=client.listen_addrs) as server:
             server.requests.serve(ECHO, never, **LIMITS)
-            await client.wait_connected()
+            await wait_connected(client)
             failed = trio.Event()
 
             async def one() -> None:
