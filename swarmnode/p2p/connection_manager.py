@@ -148,16 +148,14 @@ class ConnectionManager:
 
     async def _close_dead_connections(self) -> None:
         """Close dead connections, and process closures that the library did not announce."""
-        liveness = Liveness[Connection]()
+        liveness = Liveness()
         while True:
             await trio.sleep(CHECK_INTERVAL_SECONDS)
             for connection in self._connections:
                 if connection.is_closed:
                     connection.forget()
                     self._connections.closed(connection)
-            pings = {each: each.ping for each in self._connections}
-            last_received = {each: each.last_received for each in self._connections}
-            for connection in liveness.dead(pings, trio.current_time(), last_received):
+            for connection in liveness.dead(self._connections, trio.current_time()):
                 log.debug(
                     "closing the connection with %s: no ping response and no other bytes",
                     connection.peer,
