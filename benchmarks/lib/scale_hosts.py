@@ -22,8 +22,7 @@ from libp2p.io.trio import TrioTCPStream
 from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, answer, swarm_of
 from swarmnode.p2p import guards, identity
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.sampling import spread

@@ -47,8 +47,8 @@ from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.manifest import swarm_id
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.swarm import swarm_id
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 ROUND_SECONDS = 2.0

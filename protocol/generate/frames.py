@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.wire import ids
 from swarmnode.wire.envelope import peer_id, sign
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 
 Vector = dict[str, Any]
 """One case of protocol/vectors."""

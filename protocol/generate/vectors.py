@@ -61,7 +61,7 @@ from protocol.generate.frames import (
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import content_id, peer_id, sign
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 
 
 def padded(size: int) -> tuple[dict[str, Any], bytes]:

@@ -24,7 +24,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
-from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.budget import Meter
 from swarmnode.process import Progress, die_with_parent, run_main
 
 

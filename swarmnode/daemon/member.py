@@ -18,9 +18,8 @@ import trio
 from swarmnode.config import Config
 from swarmnode.errors import LocalError, PeerError, SwarmNodeError
 from swarmnode.p2p import manifests
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.p2p.passphrase import VARIABLE
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
@@ -29,9 +28,8 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
-from swarmnode.wire.manifest import VerifiedManifest
+from swarmnode.wire.manifest import VerifiedManifest, swarm_id
 from swarmnode.wire.messages import RolloutGroup
-from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 

@@ -29,7 +29,7 @@ from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
-from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.budget import Meter
 from swarmnode.pauses import REASONS, PauseFlags
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange

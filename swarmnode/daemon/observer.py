@@ -16,7 +16,7 @@ from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, LogTail, log_file
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
-from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.budget import Meter
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange

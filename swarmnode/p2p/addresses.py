@@ -12,16 +12,10 @@ import functools
 import ipaddress
 import re
 
-import base58
-
-from swarmnode.wire.envelope import is_small_order
+from swarmnode.wire.envelope import peer_key
 
 MAX_ADDRESS_CHARACTERS = 256
 """Limit for an address string. A DNS name alone has at most 253 characters."""
-
-ED25519_PEER_ID = bytes.fromhex("002408011220")
-"""Prefix of an Ed25519 peer id in libp2p's protobuf encoding. The identity multihash is this prefix
-followed by the 32 bytes of the public key."""
 
 _NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\.?"
@@ -181,20 +175,8 @@ def parse(text: str) -> tuple[Address, str | None]:
 
 def check_peer_id(text: str) -> str:
     """Return `text` if it is the peer id of an Ed25519 key, otherwise raise ValueError."""
-    if len(text) > 64:
-        raise ValueError("not a peer id")
-    try:
-        raw = base58.b58decode(text)
-    except ValueError as error:
-        raise ValueError("not a peer id") from error
-    if (
-        len(raw) != 38
-        or not raw.startswith(ED25519_PEER_ID)
-        or base58.b58encode(raw).decode() != text
-    ):
+    if peer_key(text) is None:
         raise ValueError("not the peer id of an Ed25519 key")
-    if is_small_order(raw[len(ED25519_PEER_ID) :]):
-        raise ValueError("peer id of a key of small order, for which anyone can forge signatures")
     return text
 
 

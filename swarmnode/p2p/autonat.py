@@ -33,6 +33,7 @@ from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes, peer_id_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,6 @@ PORTS = 2
 DIALS_AT_ONCE = 4
 PAUSE_SECONDS = 20.0
 """Minimum interval between dial-backs to one IP address."""
-MAX_PAUSES = 4096
 MAX_VOTES = 8
 """Number of most recent votes that count. A peer has one vote; a new one replaces the old one."""
 VOTE_SECONDS = 3600.0
@@ -105,23 +105,6 @@ class Votes:
         if yes == no:
             return before
         return "public" if yes > no else "private"
-
-
-class DialBackLimiter:
-    """Limits dial-backs to one per IP address and PAUSE_SECONDS. Pure."""
-
-    def __init__(self) -> None:
-        self._until: collections.OrderedDict[str, float] = collections.OrderedDict()
-
-    def allow(self, host: str, now: float) -> bool:
-        """Return True and start a pause if `host` may be dialled now."""
-        if self._until.get(host, now) > now:
-            return False
-        self._until.pop(host, None)
-        self._until[host] = now + PAUSE_SECONDS
-        while len(self._until) > MAX_PAUSES:
-            self._until.popitem(last=False)
-        return True
 
 
 class ReachabilityCheck:
@@ -276,7 +259,7 @@ class DialBack:
         self.outcomes = collections.Counter[str]({"ok": 0, "unreachable": 0, "refused": 0})
         self._host = host
         self._is_allowed = is_allowed
-        self._limiter = DialBackLimiter()
+        self._limiter = RateLimiter(1, PAUSE_SECONDS)
         self._dialling = 0
         host.set_handler(AUTONAT, self._on_stream)
 

@@ -1,25 +1,33 @@
-"""Bandwidth budget: two token buckets, a monthly total and quiet hours. Pure: no clock, socket or
-file.
+"""Bandwidth budget: allows optional transfers within the caps.
 
-    transferred bytes ─ observe ─▶ buckets (may go below zero) ─▶ allows(one of CHOICES)
-                                 └▶ monthly total
+    bytes by protocol ─▶ Meter ─ observe ─▶ Budget ─▶ allows(one of CHOICES)
+                           └ once a minute ─▶ budget.json, the monthly total
 
 Every byte is charged, whatever protocol moved it. Only optional transfers ask for permission first:
 a ping is never refused, and optional transfers are reduced to make up for it. A node that is over
 its budget or paused neither fetches nor serves groups.
+
+Bytes are counted at the reads and writes of streams, before Noise and Yamux, which add two to five
+percent. The monthly total is saved once a minute and at the end, so a crash loses at most a minute.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import msgspec
+import trio
 
 from swarmnode import pauses
 from swarmnode.config import NetworkConfig
+from swarmnode.files import write_atomically
 from swarmnode.pauses import is_quiet
+
+log = logging.getLogger(__name__)
 
 BURST_SECONDS = 10.0
 """Capacity of a bucket, in seconds of its rate."""
@@ -37,27 +45,19 @@ also stop serving groups; the first two stop every transfer of CHOICES."""
 ALLOWED_WHILE_PAUSED = ("serve", "relay")
 """Transfers that continue while the trainer is paused by `pauses.REASONS`: serving weights and
 relaying. Fetched groups would be stale after the pause, and there are no new groups to publish."""
+SAVE_SECONDS = 60.0
+READ_SECONDS = 0.2
+"""Minimum interval between reads of the meter, because it is queried for every message."""
+BUDGET_FILE = "budget.json"
+BUDGET_FILE_BYTES = 4096
 
 
-class TokenBucket:
-    """A token bucket with `rate` bytes per second, full at the start. A clock that runs backwards
-    adds nothing."""
+class TrafficStatistics(msgspec.Struct, frozen=True):
+    """Bytes of all streams."""
 
-    def __init__(self, rate: float, now: float) -> None:
-        self.rate = rate
-        self.capacity = max(rate * BURST_SECONDS, BURST_BYTES)
-        self._level = self.capacity
-        self._at = now
-
-    def level(self, now: float) -> float:
-        """Return the bytes that may be sent at once; negative in debt."""
-        self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self.rate)
-        self._at = now
-        return self._level
-
-    def charge(self, count: int, now: float) -> None:
-        """Charge `count` transferred bytes, whether they were allowed or not."""
-        self._level = max(self.level(now) - count, -DEBT_SECONDS * self.rate)
+    received: dict[str, int] = {}
+    """Bytes by protocol."""
+    sent: dict[str, int] = {}
 
 
 class Month(msgspec.Struct, frozen=True):
@@ -81,6 +81,90 @@ class BudgetStatistics(msgspec.Struct, frozen=True):
     """None without a limit."""
     refused: dict[str, int] = {}
     """Transfers omitted for lack of budget, by entry of CHOICES."""
+
+
+class Meter:
+    """Connects a `Budget` to the traffic of this node.
+
+    Args:
+        cfg: the caps.
+        quiet_hours: as `node.quiet_hours`.
+        data_dir: holds the monthly total.
+        traffic: returns the bytes by protocol since the process started.
+        clock: Unix time in seconds.
+        pause_reasons: as in `Budget`.
+    """
+
+    def __init__(
+        self,
+        cfg: NetworkConfig,
+        quiet_hours: str,
+        data_dir: Path,
+        traffic: Callable[[], TrafficStatistics],
+        clock: Callable[[], float] = time.time,
+        pause_reasons: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self._path = data_dir / BUDGET_FILE
+        self._traffic = traffic
+        self._clock = clock
+        self._budget = Budget(
+            cfg, quiet_hours, clock(), month=load_month(self._path), pause_reasons=pause_reasons
+        )
+        self._saved: Month | None = None
+        self._read_at = float("-inf")
+
+    def allows(self, choice: str) -> bool:
+        """See `Budget.allows`."""
+        return self._budget.allows(choice, self._observe())
+
+    def has_room(self, choice: str) -> bool:
+        """See `Budget.has_room`."""
+        return self._budget.has_room(choice, self._observe())
+
+    def statistics(self) -> BudgetStatistics:
+        return self._budget.statistics(self._observe())
+
+    async def run(self) -> None:
+        """Save the monthly total at intervals until cancelled, and once at the end."""
+        try:
+            while True:
+                await trio.sleep(SAVE_SECONDS)
+                await trio.to_thread.run_sync(self._save, self._month())
+        finally:
+            self._save(self._month())
+
+    def _month(self) -> Month:
+        self._observe()
+        return self._budget.month
+
+    def _observe(self) -> float:
+        now = self._clock()
+        if not self._read_at <= now < self._read_at + READ_SECONDS:
+            traffic, self._read_at = self._traffic(), now
+            self._budget.observe(sum(traffic.sent.values()), sum(traffic.received.values()), now)
+        return now
+
+    def _save(self, month: Month) -> None:
+        if month == self._saved:
+            return
+        try:
+            write_atomically(self._path, msgspec.json.encode(month))
+            self._saved = month
+        except OSError as error:  # a full disk must not end a node that still trains
+            log.error("cannot save %s: %s", self._path, error)
+
+
+def load_month(path: Path) -> Month | None:
+    """Return the saved total; None if there is none or it cannot be read, in which case the month
+    starts at 0 and a warning is logged."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(BUDGET_FILE_BYTES), type=Month)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("cannot read %s, counting this month's bytes from 0: %s", path, error)
+        return None
 
 
 class Budget:
@@ -193,3 +277,24 @@ class Budget:
     def _month_name(self, now: float) -> str:
         local = self._local(now)
         return f"{local.tm_year:04d}-{local.tm_mon:02d}"
+
+
+class TokenBucket:
+    """A token bucket with `rate` bytes per second, full at the start. A clock that runs backwards
+    adds nothing."""
+
+    def __init__(self, rate: float, now: float) -> None:
+        self.rate = rate
+        self.capacity = max(rate * BURST_SECONDS, BURST_BYTES)
+        self._level = self.capacity
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """Return the bytes that may be sent at once; negative in debt."""
+        self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self.rate)
+        self._at = now
+        return self._level
+
+    def charge(self, count: int, now: float) -> None:
+        """Charge `count` transferred bytes, whether they were allowed or not."""
+        self._level = max(self.level(now) - count, -DEBT_SECONDS * self.rate)

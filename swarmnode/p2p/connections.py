@@ -1,91 +1,29 @@
 """The open connections, and what follows from them: how each peer is reached and from which
 address.
 
-    library ─ opened, closed ─▶ ConnectionTable ─▶ listeners, in order, with first or last
+    library ─ opened, closed ─▶ ConnectionTable ─▶ listeners, in order
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import trio
 
 from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.library.hosts import Connection, ConnectionEvents
 from swarmnode.p2p.turnover import PeerLink
-
-
-class Connection(Protocol):
-    """An open connection; implemented by `library.hosts.Connection`."""
-
-    @property
-    def peer(self) -> str:
-        """Peer id of the remote end."""
-        ...
-
-    @property
-    def inbound(self) -> bool:
-        """True if the peer dialled this node."""
-        ...
-
-    @property
-    def relay(self) -> str | None:
-        """Peer id of the relay; None for a direct connection."""
-        ...
-
-    @property
-    def remote(self) -> Address | None:
-        """Remote address; None for a relayed connection."""
-        ...
-
-    @property
-    def is_closed(self) -> bool: ...
-    @property
-    def ping(self) -> tuple[int, bool]:
-        """(number of the latest ping, whether it was answered); the number is 0 before the first
-        ping."""
-        ...
-
-    @property
-    def last_received(self) -> float | None:
-        """Time of the last received bytes on trio's clock; None before the first."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a request of this node or a granted long-lived stream uses the connection."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection. Never raises."""
-        ...
-
-    def forget(self) -> None:
-        """Make the library process the closure of a connection that it has not noticed."""
-        ...
-
-
-class Listener(Protocol):
-    """Receives opened and closed connections, after the table has changed."""
-
-    def opened(self, connection: Connection, first: bool) -> None:
-        """Handle a new connection. `first` is True if the peer had no other connection."""
-        ...
-
-    def closed(self, connection: Connection, last: bool) -> None:
-        """Handle a closed connection. `last` is True if the peer has no other connection."""
-        ...
 
 
 class ConnectionTable:
     """The open connections of this node.
 
     Attributes:
-        listeners: notified in this order; see `Listener`.
+        listeners: notified in this order, after the table has changed.
     """
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[ConnectionEvents] = []
         self._live: dict[Connection, float] = {}
         """The open connections and the times at which they were opened, on trio's clock."""
         self._by_peer: dict[str, list[Connection]] = {}
@@ -97,13 +35,12 @@ class ConnectionTable:
         """Add a connection and notify the listeners."""
         if connection.is_closed or connection in self._live:
             return
-        first = not self.with_peer(connection.peer)
         if connection.relay is None and self.circuits(connection.peer):
             self._punched.add(connection)
         self._live[connection] = trio.current_time()
         self._by_peer.setdefault(connection.peer, []).append(connection)
         for each in self.listeners:
-            each.opened(connection, first)
+            each.opened(connection)
         self._notify()
 
     def closed(self, connection: Connection) -> None:
@@ -115,9 +52,8 @@ class ConnectionTable:
         if not self._by_peer[connection.peer]:
             del self._by_peer[connection.peer]
         self._punched.discard(connection)
-        last = not self.with_peer(connection.peer)
         for each in self.listeners:
-            each.closed(connection, last)
+            each.closed(connection)
         self._notify()
 
     async def changed(self) -> None:

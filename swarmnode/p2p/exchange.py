@@ -13,7 +13,6 @@ peers.py bounds.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from swarmnode.p2p.api import Requests
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.nat import Nat
 from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 
@@ -39,17 +39,9 @@ PEERS_PER_ROUND = 4
 """Peers asked in one round. Each peer is also asked right after it connects."""
 CHANGES_SECONDS = 0.5
 """Changes of own addresses within this time are sent together."""
-REQUESTS_PER_PEER = 4
+REQUEST_BURST = 4
 REQUEST_SECONDS = 30.0
-"""A peer may send REQUESTS_PER_PEER requests in a burst and one more per REQUEST_SECONDS."""
-
-
-@dataclasses.dataclass
-class _RequestBudget:
-    left: float
-    at: float
-
-
+"""A peer may send REQUEST_BURST requests at once and one more per REQUEST_SECONDS."""
 LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
 """Outcomes of a received address, or of a whole response."""
 
@@ -84,7 +76,7 @@ class PeerExchange:
         self._nat = nat
         self._on_change = on_change
         self._rng = rng
-        self._allowances: dict[str, _RequestBudget] = {}
+        self._limiter = RateLimiter(REQUEST_BURST, REQUEST_SECONDS)
         self.learned = collections.Counter[str](dict.fromkeys(LEARNED, 0))
         requests.serve(
             ids.PEERS_PROTOCOL,
@@ -161,10 +153,6 @@ class PeerExchange:
         if peer in self._table.connected():
             await self.ask(peer)
 
-    def forget(self, peer: str) -> None:
-        """Drop the request budget of a disconnected peer."""
-        self._allowances.pop(peer, None)
-
     def _store_response(self, reported: list[PeerAddresses], peer: str, reporter: Address) -> None:
         """Add the addresses that `peer`, observed at `reporter`, reported."""
         now = trio.current_time()
@@ -186,7 +174,7 @@ class PeerExchange:
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Handle a request. Raises BadMessage, or PeerError above the peer's request rate."""
-        if not self._take_request(peer, trio.current_time()):
+        if not self._limiter.allow(peer, trio.current_time()):
             raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
         seen = self._connections.vantage_address(peer)
@@ -242,14 +230,3 @@ class PeerExchange:
                 self._table.add_self_reported(
                     peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time()
                 )
-
-    def _take_request(self, peer: str, now: float) -> bool:
-        allowance = self._allowances.setdefault(peer, _RequestBudget(REQUESTS_PER_PEER, now))
-        allowance.left = (
-            min(REQUESTS_PER_PEER, allowance.left + (now - allowance.at) / REQUEST_SECONDS) - 1.0
-        )
-        allowance.at = now
-        if allowance.left < 0:
-            allowance.left = 0.0
-            return False
-        return True

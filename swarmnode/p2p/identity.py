@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import stat
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -19,8 +17,8 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from swarmnode.errors import Refused, Unavailable
-from swarmnode.files import write_atomically
+from swarmnode.errors import Unavailable
+from swarmnode.files import read_private, write_atomically
 from swarmnode.p2p import passphrase
 
 log = logging.getLogger("swarmnode.p2p.identity")
@@ -62,18 +60,18 @@ def load_or_create(path: Path) -> Identity:
         StateError: it is not an Ed25519 key.
         Unavailable: it cannot be read or written.
     """
+    data = read_private(path, "identity file", MAX_FILE_BYTES)
+    if data is not None:
+        return from_key(passphrase.open_key(data, path))
+    key = Ed25519PrivateKey.generate()
     try:
-        data = _read_private(path)
-        if data is None:
-            key = Ed25519PrivateKey.generate()
-            write_atomically(path, passphrase.pem(key, passphrase.from_environment()), mode=0o600)
-            made = from_key(key)
-            if any((path.parent / name).exists() for name in EARLIER_RUN_FILES):
-                log.warning(KEY_LOST_WARNING, path, made.peer_id)
-            return made
+        write_atomically(path, passphrase.pem(key, passphrase.from_environment()), mode=0o600)
     except OSError as error:
-        raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
-    return from_key(passphrase.open_key(data, path))
+        raise Unavailable(f"cannot write the identity file {path}: {error.strerror}") from error
+    made = from_key(key)
+    if any((path.parent / name).exists() for name in EARLIER_RUN_FILES):
+        log.warning(KEY_LOST_WARNING, path, made.peer_id)
+    return made
 
 
 def from_key(key: Ed25519PrivateKey) -> Identity:
@@ -85,17 +83,3 @@ def from_key(key: Ed25519PrivateKey) -> Identity:
     return Identity(
         private_key=key, key_pair=pair, peer_id=ID.from_pubkey(pair.public_key).to_base58()
     )
-
-
-def _read_private(path: Path) -> bytes | None:
-    """Return the content of the file, or None if it does not exist. The mode is checked on the open
-    descriptor, so that the file cannot be swapped after the check."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        if mode & 0o077:
-            raise Refused(f"others can read the identity file (mode {mode:04o}): chmod 600 {path}")
-        return file.read(MAX_FILE_BYTES)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import random
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ def own_addresses(cfg: NetworkConfig, data_dir: Path) -> OwnAddresses:
     """Return the addresses to listen on and to announce.
 
     Port 0 is replaced by this node's own port; every listening address is checked to be free.
-    Raises as `host.open_host` does.
+    Raises as `network.open_host` does.
     """
     return OwnAddresses(
         _listen_addresses(cfg, data_dir),
@@ -46,26 +47,36 @@ def addresses_to_advertise(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
     """
     if cfg.announce_addrs:
         return [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
-    found = []
-    for address in [_parse("listen_addrs", text)[0] for text in cfg.listen_addrs]:
-        port = address.port or _own_port(data_dir, address)
-        if address.ip is None or not address.ip.is_unspecified:
-            found.append(Address(address.kind, address.host, port))
-            continue
-        own = [
-            each.address.split("%")[0]
-            for interface in psutil.net_if_addrs().values()
-            for each in interface
-            if each.family in FAMILIES
-        ]
-        usable = [
-            each
-            for text in own
-            if (each := addresses.from_socket(text, port)).kind == address.kind
-            and not each.is_link_local
-        ]
-        found += sorted(usable, key=lambda each: -each.scope)
+    listen = [_parse("listen_addrs", text)[0] for text in cfg.listen_addrs]
+    with_port = [
+        Address(each.kind, each.host, each.port or _own_port(data_dir, each)) for each in listen
+    ]
+    found = concrete_addresses(with_port, interface_addresses())
+    found.sort(key=lambda each: -each.scope)
     return [each for each in found if each.scope] or found
+
+
+def interface_addresses() -> list[str]:
+    """Return every IP address of this machine, IPv6 without its zone."""
+    return [
+        each.address.split("%")[0]
+        for interface in psutil.net_if_addrs().values()
+        for each in interface
+        if each.family in FAMILIES
+    ]
+
+
+def concrete_addresses(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Address]:
+    """Return the listening addresses, with 0.0.0.0 and :: replaced by each address of `interfaces`,
+    without link-local addresses."""
+    found: list[Address] = []
+    for address in listen:
+        if address.ip is None or not address.ip.is_unspecified:
+            found.append(address)
+            continue
+        own = [addresses.from_socket(text, address.port) for text in interfaces]
+        found += [each for each in own if each.kind == address.kind]
+    return [each for each in dict.fromkeys(found) if not each.is_link_local]
 
 
 def _listen_addresses(cfg: NetworkConfig, data_dir: Path) -> list[Address]:

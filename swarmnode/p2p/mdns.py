@@ -11,16 +11,14 @@ mDNS. Every failure is a warning, because a node also works without mDNS.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterable
 
-import ifaddr
 import trio
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
-from swarmnode.p2p import addresses
+from swarmnode.p2p import addresses, listening
 from swarmnode.p2p.addresses import LOOPBACK, Address
 
 log = logging.getLogger(__name__)
@@ -38,37 +36,6 @@ def service_type(swarm: bytes) -> str:
     """Return the DNS-SD type of one swarm, so that nodes of other swarms are not discovered. The
     name has 9 of the 15 characters that RFC 6763 allows."""
     return f"_sn-{hashlib.blake2b(swarm, digest_size=3).hexdigest()[:6]}._tcp.local."
-
-
-def advertised(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Address]:
-    """Return the addresses to advertise on the LAN: listening addresses, with 0.0.0.0 and ::
-    replaced by each address of `interfaces`, without loopback."""
-    own = [ipaddress.ip_address(text) for text in interfaces]
-    found = []
-    for address in listen:
-        ip = address.ip
-        if ip is None:
-            continue
-        candidates = (
-            [each for each in own if each.version == ip.version] if ip.is_unspecified else [ip]
-        )
-        found += [Address(address.kind, str(each), address.port) for each in candidates]
-    return list(
-        dict.fromkeys(
-            each
-            for each in found
-            if each.scope != LOOPBACK and each.ip is not None and not each.ip.is_link_local
-        )
-    )
-
-
-def interface_addresses() -> list[str]:
-    """Return every IP address of this machine, IPv6 without its zone."""
-    return [
-        str(ip.ip if ip.is_IPv4 else ip.ip[0])
-        for adapter in ifaddr.get_adapters()
-        for ip in adapter.ips
-    ]
 
 
 def parse_service(
@@ -112,11 +79,11 @@ class MdnsDiscovery:
         network."""
         self._found = found
         self._token = trio.lowlevel.current_trio_token()
-        own_addresses = (
-            self._listen
-            if self._interfaces
-            else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
-        )
+        own_addresses = self._listen
+        if not self._interfaces:
+            interfaces = await trio.to_thread.run_sync(listening.interface_addresses)
+            concrete = listening.concrete_addresses(self._listen, interfaces)
+            own_addresses = [each for each in concrete if each.scope != LOOPBACK]
         if not own_addresses:
             log.info("mDNS: only loopback addresses, nothing to announce")
             return

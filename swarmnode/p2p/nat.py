@@ -20,10 +20,9 @@ from swarmnode.config import NetworkConfig
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, OwnAddresses, parse_any
 from swarmnode.p2p.autonat import DialBack, Reachability, ReachabilityCheck, ReachStatistics
-from swarmnode.p2p.connections import Connection, ConnectionTable
-from swarmnode.p2p.forwarding import ExternalView, Forwarding
-from swarmnode.p2p.gateway import RouterKind
-from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.connections import ConnectionTable
+from swarmnode.p2p.gateway import ExternalView, Forwarding, RouterKind
+from swarmnode.p2p.library.hosts import Connection, Host
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics
 from swarmnode.p2p.relay import Relay, RelayLimits, RelayStatistics
@@ -119,8 +118,8 @@ class Nat:
 
     # -- connections
 
-    def opened(self, connection: Connection, first: bool) -> None:
-        """See `connections.Listener`."""
+    def opened(self, connection: Connection) -> None:
+        """Punch a hole for an inbound circuit, or replace the circuits by a direct connection."""
         if connection.relay is None:
             self.client.wake()
             if self._connections.circuits(connection.peer):
@@ -128,8 +127,8 @@ class Nat:
         elif self._punching and connection.inbound:
             self._host.nursery.start_soon(self._punch, connection.peer)
 
-    def closed(self, connection: Connection, last: bool) -> None:
-        """See `connections.Listener`."""
+    def closed(self, connection: Connection) -> None:
+        """Drop the reservations of a peer without a direct connection."""
         if connection.relay is None and not self._connections.is_direct(connection.peer):
             self.relay.forget_peer(connection.peer)
             self.client.forget_peer(connection.peer)
@@ -142,7 +141,7 @@ class Nat:
             await self.reach.greet(peer)
 
     async def connect(self, peer: str, address: str) -> bool:
-        """Connect directly, or through the relay in the address. See `dialer.Connect`."""
+        """Connect directly, or through the relay in the address. A `connection_manager.Connect`."""
         if self._host.is_connected(peer):
             return False
         where, _ = parse_any(address)

@@ -1,52 +1,111 @@
 """The network on libp2p: implements `api.Network` and provides one snapshot of its statistics.
 
-Created by `host.open_host`. Everything runs on one trio thread. The parts, one file each:
+    open_host ─▶ choose the port ─▶ guarded host (TCP, Noise, Yamux) ─▶ Libp2pNetwork ─▶ its tasks
+    exit      ─▶ save the book ─▶ end the tasks ─▶ close connections and host
 
-    library ─▶ admission ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶ library
-                                         └▶ nat (relays, hole punching)
-    peers, reputation                     pure tables, updated from here
-    requests, streams, bulk               protocols on connections
-    discovery                             sources of peer addresses
+Everything runs on one trio thread. The parts, one file each:
+
+    library ─▶ connections ─┬▶ connection_manager ─ dials ─▶ library
+                            └▶ nat (relays, hole punching)
+    peers, reputation        pure tables, updated from here
+    requests, streams, bulk  protocols on connections
+    discovery                sources of peer addresses
+
+Closing is shielded and bounded in time, because py-libp2p leaks every socket otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from swarmnode.config import NetworkConfig
-from swarmnode.p2p import guards, turnover
+from swarmnode.p2p import guards, listening, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
-from swarmnode.p2p.admission import Admission, PeerScores
 from swarmnode.p2p.api import Network
+from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
+from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.exchange import PeerExchange
+from swarmnode.p2p.identity import Identity
+from swarmnode.p2p.library import build
 from swarmnode.p2p.library.gater import ConnectionGater
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.mdns import MdnsDiscovery
 from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
-from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics
+from swarmnode.p2p.reputation import PeerScores, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
-from swarmnode.p2p.traffic import Traffic, TrafficStatistics
+from swarmnode.wire.limits import SWARM_ID_BYTES
 
 log = logging.getLogger(__name__)
 
+NO_SWARM = bytes(SWARM_ID_BYTES)
 TARGET_PEERS = 16
 """Known peers are dialled until this many are connected, at least half of them by this node
 (`peers.OUTBOUND_SHARE`). This is twice the 8 peers whose listings a node polls, so that half of
 them may leave."""
+
+
+@contextlib.asynccontextmanager
+async def open_host(
+    cfg: NetworkConfig,
+    identity: Identity,
+    data_dir: Path,
+    *,
+    swarm: bytes = NO_SWARM,
+    secret: bytes | None = None,
+    members: Collection[str] | None = None,
+) -> AsyncIterator[Libp2pNetwork]:
+    """Run a host that listens and connects to peers until the block is left.
+
+    A single exception is raised as itself, without the exception groups of the nurseries that it
+    passed. An exception of the library ends the block.
+
+    Args:
+        cfg: network settings.
+        identity: key of the node.
+        data_dir: holds the port and the peer book.
+        swarm: swarm id, 32 bytes. Peer exchange and mDNS ignore peers of other swarms.
+        secret: 32 bytes that a peer of a private swarm needs for the handshake.
+        members: peer ids that may connect; None for all.
+
+    Raises:
+        ConfigError: an address is invalid.
+        Unavailable: a port is in use, or an address does not belong to this machine.
+        StateError: `data_dir/port` does not hold a port.
+    """
+    try:
+        own = listening.own_addresses(cfg, data_dir)
+        settings = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
+        gater = ConnectionGater()
+        guards.install()
+        library = build.build_host(
+            identity.key_pair, own.announce, gater, cfg.max_connections, secret
+        )
+        async with guards.running(library, own.listen), trio.open_nursery() as nursery:
+            network = Libp2pNetwork(Host(library, nursery), gater, cfg, own, settings, data_dir)
+            await network.start()
+            try:
+                yield network
+            finally:
+                network.stop()
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if (error := _only(group)) is not None:
+            raise error from error.__cause__
+        raise
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
@@ -62,9 +121,6 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     """Number of times each guard fired in this process."""
     refused_connections: int = 0
     """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
-    failed_handshakes: int = 0
-    """Inbound connections that failed before the end of the handshake: garbage, port scans,
-    timeouts."""
     exchange: dict[str, int] = {}
     """Addresses received by peer exchange, by outcome."""
     mdns_running: bool = False
@@ -87,7 +143,7 @@ class SwarmSettings:
     bootstrap: list[tuple[Address, str]]
 
 
-class Libp2pNetwork:
+class Libp2pNetwork(PeerScores):
     """`api.Network` on libp2p. See there for `requests`, `streams` and `bulk`; `peers` is the table
     of known peers."""
 
@@ -100,18 +156,17 @@ class Libp2pNetwork:
         swarm: SwarmSettings,
         data_dir: Path,
     ) -> None:
+        super().__init__()
         rng = random.Random()
         self.host = host
         self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.advertised()]
-        self.scores = scores = PeerScores(Reputation())
         target = max(1, min(TARGET_PEERS, int(turnover.FULL_SHARE * cfg.max_connections)))
-        self.peers = PeerTable(host.peer_id, target, rng, may_connect=scores.may_connect)
+        self.peers = PeerTable(host.peer_id, target, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
-        self.traffic = Traffic()
-        self.requests = Libp2pRequests(host, scores.is_allowed)
-        self.streams = Libp2pStreams(host, scores.is_allowed)
-        self.bulk = Libp2pBulk(host, self.requests, scores)
-        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.is_allowed, rng)
+        self.requests = Libp2pRequests(host, self.is_allowed)
+        self.streams = Libp2pStreams(host, self.is_allowed)
+        self.bulk = Libp2pBulk(host, self.requests, self)
+        self.nat = Nat(host, self.connections, self.peers, cfg, own, self.is_allowed, rng)
         dialer = Dialer(self.peers, self.nat.connect)
         exchange = PeerExchange(
             self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
@@ -119,28 +174,34 @@ class Libp2pNetwork:
         mdns = MdnsDiscovery(host.peer_id, swarm.swarm, own.listen) if cfg.mdns else None
         self.discovery = Discovery(
             self.peers,
-            scores.reputation,
+            self.reputation,
             exchange,
             mdns,
             data_dir / "peers.json",
             swarm.bootstrap,
             dialer.wake,
         )
-        limits = ConnectionLimits(cfg.max_connections, target, self.nat.depends_on, rng)
         self.manager = ConnectionManager(
-            host, self.connections, self.peers, scores, dialer, exchange, limits
+            host,
+            self.connections,
+            self.peers,
+            self,
+            dialer,
+            exchange,
+            cfg.max_connections,
+            self.nat.depends_on,
+            rng,
         )
         self._gater = gater
         admission = Admission(
             host.peer_id,
             self.connections,
-            scores,
+            self,
             cfg.max_connections,
             swarm.members,
             self.nat.reach.arrived,
         )
         gater.admits = admission.admits
-        scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
     def set_budget(self, allows: Callable[[str], bool]) -> None:
@@ -153,7 +214,7 @@ class Libp2pNetwork:
     async def start(self) -> None:
         """Load the book and start the background tasks."""
         loaded = self.discovery.load()
-        self.host.watch(self.connections, self.traffic.meter)
+        self.host.watch(self.connections)
         self.bulk.start()
         self.nat.start()
         self.host.nursery.start_soon(self.manager.run)
@@ -172,10 +233,6 @@ class Libp2pNetwork:
 
     def connected(self) -> list[str]:
         return self.peers.connected()
-
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self.changed()
 
     async def changed(self) -> None:
         await self.connections.changed()
@@ -198,41 +255,35 @@ class Libp2pNetwork:
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
 
-    # -- reputation
-
-    @property
-    def reputation(self) -> Reputation:
-        return self.scores.reputation
-
-    def is_allowed(self, peer: str) -> bool:
-        return self.scores.is_allowed(peer)
-
-    def score(self, peer: str) -> float:
-        return self.scores.score(peer)
-
-    def accepted(self, peer: str) -> None:
-        self.scores.accepted(peer)
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        self.scores.rejected(peer, reason, cost)
-
     def statistics(self) -> NetworkStatistics:
         return NetworkStatistics(
             peers=self.peers.statistics(),
             requests=self.requests.statistics(),
             bulk=self.bulk.statistics(),
             streams=self.streams.statistics(),
-            traffic=self.traffic.statistics(),
+            traffic=TrafficStatistics(dict(self.host.received), dict(self.host.sent)),
             reputation=self.reputation.statistics(trio.current_time()),
             guards=dict(guards.statistics().fired),
             refused_connections=self._gater.refused,
-            failed_handshakes=self._gater.failed,
             exchange=self.discovery.learned(),
             mdns_running=self.discovery.mdns_running,
             nat=self.nat.statistics(),
         )
 
 
-def check_is_network(network: Libp2pNetwork) -> Network:
-    """Return `network`; lets mypy check that it implements `api.Network`."""
-    return network
+def _only(group: BaseExceptionGroup) -> Exception | None:
+    """Return the single exception in `group`; None if there are several, or if one is a
+    cancellation, which must stay in its group."""
+    found: list[BaseException] = []
+    nested: list[BaseException] = [group]
+    while nested:
+        error = nested.pop()
+        if isinstance(error, BaseExceptionGroup):
+            nested += error.exceptions
+        else:
+            found.append(error)
+    return found[0] if len(found) == 1 and isinstance(found[0], Exception) else None
+
+
+if TYPE_CHECKING:
+    _: type[Network] = Libp2pNetwork

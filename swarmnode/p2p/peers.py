@@ -145,7 +145,7 @@ class PeerTable:
         may_connect: Callable[[str, float], bool] = lambda peer, now: True,
     ) -> None:
         self._own = own
-        self._target = target
+        self.target = target
         self._rng = rng
         self._may_connect = may_connect
         self._peers: dict[str, Peer] = {}
@@ -238,7 +238,7 @@ class PeerTable:
         tried = not ways_in or any(
             each.last_seen > -math.inf or each.failures >= TRIES_TO_GET_IN for each in ways_in
         )
-        return tried and self._outbound() < self._target // OUTBOUND_SHARE
+        return tried and self._outbound() < self.target // OUTBOUND_SHARE
 
     # -- dialling
 
@@ -405,7 +405,7 @@ class PeerTable:
                 ] + also(each.peer)
                 if shared:
                     (inbound if each.inbound else found).append((each.peer, shared))
-        if self.bootstrap() and len(found) >= self._target // OUTBOUND_SHARE:
+        if self.bootstrap() and len(found) >= self.target // OUTBOUND_SHARE:
             inbound = self._rng.sample(inbound, min(len(found) // GUEST_SHARE, len(inbound)))
         found += inbound
         return self._rng.sample(found, min(limit, len(found)))
@@ -444,7 +444,7 @@ class PeerTable:
         """Return the number of peers to dial until the target is met, in all and for outbound
         connections."""
         connected = [each for each in self._peers.values() if each.connections]
-        return max(self._target - len(connected), self._target // OUTBOUND_SHARE - self._outbound())
+        return max(self.target - len(connected), self.target // OUTBOUND_SHARE - self._outbound())
 
     def _outbound(self) -> int:
         return sum(1 for each in self._peers.values() if each.connections and not each.inbound)
@@ -461,8 +461,8 @@ class PeerTable:
         alike: Counter[str | None] = Counter(
             each.prefix for each in outbound if each.prefix is not None
         )
-        most = max(1, self._target // ALIKE_SHARE)
-        anchored = len(outbound) >= self._target // ANCHOR_SHARE
+        most = max(1, self.target // ALIKE_SHARE)
+        anchored = len(outbound) >= self.target // ANCHOR_SHARE
         return lambda each: (
             each.peer not in self._pinned,
             each.source != "bootstrap",

@@ -15,7 +15,6 @@ predicted; the connection through the relay stays in that case (docs/networking.
 
 from __future__ import annotations
 
-import collections
 import logging
 from collections.abc import Callable
 
@@ -29,6 +28,7 @@ from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
@@ -47,10 +47,10 @@ ADDRESSES = 2
 """Number of the other side's addresses that are dialled. The peer chooses them, so a larger number
 would let it direct dials at third parties."""
 MAX_CONCURRENT = 8
-SESSIONS = 6
-SESSION_SECONDS = 600.0
-"""At most SESSIONS sessions with one peer in this time, whichever side starts them."""
-PEERS = 1024
+SESSION_BURST = 6
+SESSION_SECONDS = 100.0
+"""SESSION_BURST sessions with one peer are allowed at once, whichever side starts them, and one
+more per SESSION_SECONDS."""
 
 
 class PunchStatistics(msgspec.Struct, frozen=True):
@@ -58,22 +58,6 @@ class PunchStatistics(msgspec.Struct, frozen=True):
     failed: int = 0
     """Peers that stayed on the relay after all rounds."""
     refused: int = 0
-
-
-class SessionLimiter:
-    """Limits the sessions per peer and time. Pure."""
-
-    def __init__(self) -> None:
-        self._started: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
-
-    def allow(self, peer: str, now: float) -> bool:
-        """Return True and count a session if `peer` may start one now."""
-        recent = [at for at in self._started.pop(peer, []) if now - at < SESSION_SECONDS]
-        allowed = len(recent) < SESSIONS
-        self._started[peer] = [*recent, now] if allowed else recent
-        while len(self._started) > PEERS:
-            self._started.popitem(last=False)
-        return allowed
 
 
 class Puncher:
@@ -100,7 +84,7 @@ class Puncher:
         self._connections = connections
         self._listen = listen
         self._is_allowed = is_allowed
-        self._limiter = SessionLimiter()
+        self._limiter = RateLimiter(SESSION_BURST, SESSION_SECONDS)
         self._active: set[str] = set()
         self._succeeded = self._failed = self._refused = 0
 

@@ -24,9 +24,8 @@ from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import addresses
 from swarmnode.p2p.api import WrongPeer
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import multiaddr_bytes, peer_id_bytes, peer_id_text
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
@@ -40,12 +41,10 @@ STOP_SECONDS = 8.0
 BUDGET_SECONDS = 3.0
 """A circuit ends when the budget allows no bytes for this long."""
 PIECE_BYTES = 65536
-CALLS_PER_PEER = 8
-CALL_SECONDS = 4.0
-"""A peer may send CALLS_PER_PEER requests (CONNECT or RESERVE) in a burst and one more per
-CALL_SECONDS."""
-CALLERS = 4096
-"""Number of peers with a request budget; the least recently active is dropped."""
+REQUEST_BURST = 8
+REQUEST_SECONDS = 4.0
+"""A peer may send REQUEST_BURST requests (CONNECT or RESERVE) at once and one more per
+REQUEST_SECONDS."""
 OUTCOMES = ("ok", "refused", "no_reservation", "full", "failed", "malformed")
 
 
@@ -81,15 +80,13 @@ class RelayStatistics(msgspec.Struct, frozen=True):
 
 
 class RelayState:
-    """Reservations, circuits and request budgets by peer. Pure: `now` is monotonic time in
-    seconds."""
+    """Reservations and circuits by peer. Pure: `now` is monotonic time in seconds."""
 
     def __init__(self, limits: RelayLimits) -> None:
         self._limits = limits
         self._until: dict[str, float] = {}
         self._circuits = collections.Counter[str]()
         self._open = 0
-        self._callers: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def reserve(self, peer: str, now: float) -> bool:
         """Grant or renew a reservation; returns False if all are taken."""
@@ -127,15 +124,6 @@ class RelayState:
             if not self._circuits[peer]:
                 del self._circuits[peer]
 
-    def take_request(self, peer: str, now: float) -> bool:
-        """Take one request from the token bucket of `peer`; returns False if it is empty."""
-        left, at = self._callers.pop(peer, (float(CALLS_PER_PEER), now))
-        left = min(float(CALLS_PER_PEER), left + (now - at) / CALL_SECONDS)
-        self._callers[peer] = (left - 1.0 if left >= 1.0 else left, now)
-        if len(self._callers) > CALLERS:
-            self._callers.popitem(last=False)
-        return left >= 1.0
-
     def counts(self, now: float) -> tuple[int, int]:
         """Return the numbers of (reservations, circuits)."""
         self._expire(now)
@@ -170,6 +158,7 @@ class Relay:
         self.allows: Callable[[], bool] = lambda: True
         """Returns True while the budget allows relaying."""
         self._state = RelayState(limits)
+        self._limiter = RateLimiter(REQUEST_BURST, REQUEST_SECONDS)
         self._serving = False
         self._bytes = 0
         self._throttle = _Throttle(limits.bytes_per_second)
@@ -224,7 +213,7 @@ class Relay:
         elif not self._serving or not self._is_allowed(peer) or stream.relay is not None:
             self._called["refused"] += 1
             await self._refuse(stream, pb.PERMISSION_DENIED)
-        elif not self._state.take_request(peer, trio.current_time()):
+        elif not self._limiter.allow(peer, trio.current_time()):
             self._called["refused"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         elif request.type == pb.HopMessage.RESERVE:

@@ -35,7 +35,7 @@ RELAYS = 2
 """Number of reservations, so that one relay may fail."""
 RESERVE_SECONDS = 10.0
 CONNECT_SECONDS = 9.0
-"""Shorter than the timeout of a dial (dialer.py), so that the reason of a failure is reported."""
+"""Shorter than `connection_manager.DIAL_SECONDS`, so that the reason of a failure is reported."""
 SHORTEST_SECONDS = 60.0
 LONGEST_SECONDS = 6 * 3600.0
 """Bounds of a grant's duration, because the relay's clock may be wrong."""

@@ -1,5 +1,5 @@
-"""Reputation of peers, and the thresholds for ignoring and banning them. Pure; `now` is monotonic
-time in seconds.
+"""Reputation of peers, and the thresholds for ignoring and banning them. `now` is monotonic time in
+seconds.
 
     score: 0 for a stranger, up to BEST for a useful peer; decays with HALF_LIFE; minus a cost per
     rejection
@@ -20,6 +20,7 @@ import enum
 import math
 
 import msgspec
+import trio
 
 BEST = 20.0
 PREFIX_BEST = 40.0
@@ -159,10 +160,6 @@ class Reputation:
             earned += max(0.0, self._records[other].score)
         return record.score * min(1.0, PREFIX_BEST / earned)
 
-    def ban(self, peer: str, now: float) -> None:
-        """Ban `peer` independent of its score."""
-        self.rejected(peer, "banned", now, cost=BEST - BAN)
-
     def snapshot(self, now: float) -> list[SavedRecord]:
         """Return the records to save."""
         saved = []
@@ -233,3 +230,35 @@ class Reputation:
         if now > record.at:
             record.score *= 0.5 ** ((now - record.at) / HALF_LIFE)
             record.at = now
+
+
+class PeerScores:
+    """Base class of a network: `api.PeerScoring` on a `Reputation` and trio's clock."""
+
+    def __init__(self) -> None:
+        self.reputation = Reputation()
+
+    def disconnect(self, peer: str) -> None:
+        """Close all connections with `peer`, because it was banned."""
+        raise NotImplementedError
+
+    def is_allowed(self, peer: str) -> bool:
+        """See `api.PeerScoring.is_allowed`."""
+        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
+
+    def may_connect(self, peer: str, now: float) -> bool:
+        """Return False if `peer` is banned, so that no connection with it is wanted."""
+        return self.reputation.standing(peer, now) is not Standing.BANNED
+
+    def score(self, peer: str) -> float:
+        """See `api.PeerScoring.score`."""
+        return self.reputation.score(peer, trio.current_time())
+
+    def accepted(self, peer: str) -> None:
+        """See `api.PeerScoring.accepted`."""
+        self.reputation.accepted(peer, trio.current_time())
+
+    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
+        """See `api.PeerScoring.rejected`."""
+        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
+            self.disconnect(peer)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
@@ -26,7 +25,7 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import RequestHandler
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
-from swarmnode.p2p.slots import PeerCap, PeerSlots, SlowPeers
+from swarmnode.p2p.slots import Busy, PeerCap, PeerSlots, Service, SlowPeers
 from swarmnode.p2p.stream_calls import frame, read_frame, run_on_new_stream, run_on_stream
 
 log = logging.getLogger(__name__)
@@ -45,50 +44,16 @@ WRITE_SECONDS = 10.0
 WRITE_BYTES_PER_SECOND = 35_000.0
 """Timeout for writing a response: WRITE_SECONDS plus its size at this rate, a third of a line of
 0.8 Mbit/s."""
-SLOW_SHARE = 4
-"""All slow peers together may use 1/SLOW_SHARE of the slots of a service."""
-OUTCOMES = ("ok", "timeout", "failed", "malformed")
-"""Outcomes of outbound requests."""
-SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
-"""Outcomes of inbound requests; `error` is an unexpected exception of a handler of this node."""
 
 
 class RequestStatistics(msgspec.Struct, frozen=True):
     requests: dict[str, dict[str, int]] = {}
-    """Outbound requests: protocol → outcome → count."""
+    """Outbound requests: protocol → outcome → count. Outcomes: ok, timeout, failed, malformed."""
     served: dict[str, dict[str, int]] = {}
-    """Inbound requests: protocol → outcome → count."""
+    """Inbound requests: protocol → outcome → count. Outcomes: ok, timeout, failed, malformed, busy,
+    unwelcome, and error for an unexpected exception of a handler of this node."""
     in_flight: int = 0
     serving: int = 0
-
-
-@dataclasses.dataclass
-class _Service:
-    """A served protocol and its slots."""
-
-    handler: RequestHandler
-    max_request_bytes: int
-    max_response_bytes: int
-    cap: PeerCap
-    slow: PeerCap
-    """Slots of `cap` that slow peers may use."""
-    deadline: float
-
-    def write_seconds(self, size: int) -> float:
-        """Return the time that a response of `size` bytes may take."""
-        return min(self.deadline, WRITE_SECONDS + size / WRITE_BYTES_PER_SECOND)
-
-    @contextlib.contextmanager
-    def slot(self, peer: str, *, last: bool) -> Iterator[bool]:
-        """Take a slot for the duration of the block; yields False if none is free.
-
-        `last` selects the slots of slow peers.
-        """
-        with contextlib.ExitStack() as places:
-            yield all(
-                places.enter_context(cap.slot(peer))
-                for cap in ((self.slow, self.cap) if last else (self.cap,))
-            )
 
 
 class Libp2pRequests:
@@ -100,7 +65,7 @@ class Libp2pRequests:
         self._slots: dict[str, PeerSlots] = collections.defaultdict(
             lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         )
-        self._services: dict[str, _Service] = {}
+        self._services: dict[str, Service] = {}
         self._reading = PeerCap(READING_PER_PEER)
         self._slow = SlowPeers()
         self._outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(
@@ -172,20 +137,21 @@ class Libp2pRequests:
         deadline: float = 30.0,
     ) -> None:
         """See `api.Requests.serve`."""
-        most = per_peer or max(1, concurrent // 4)
-        cap, slow = (
-            PeerCap(most, concurrent),
-            PeerCap(max(1, most // 2), max(1, concurrent // SLOW_SHARE)),
+        service = self._services[protocol] = Service(
+            handler,
+            max_request_bytes=max_request_bytes,
+            max_response_bytes=max_response_bytes,
+            concurrent=concurrent,
+            per_peer=per_peer,
+            deadline=deadline,
         )
-        service = _Service(handler, max_request_bytes, max_response_bytes, cap, slow, deadline)
-        self._services[protocol] = service
 
         async def on_stream(stream: Stream) -> None:
             await self._serve(protocol, service, stream)
 
         self._host.set_handler(protocol, on_stream)
 
-    async def _serve(self, protocol: str, service: _Service, stream: Stream) -> None:
+    async def _serve(self, protocol: str, service: Service, stream: Stream) -> None:
         """Handle one stream. Never raises; always closes or resets it."""
         outcome = (
             await self._answer(service, stream) if self._is_allowed(stream.peer) else "unwelcome"
@@ -193,39 +159,36 @@ class Libp2pRequests:
         self._served[protocol][outcome] += 1
         await (stream.close() if outcome == "ok" else stream.reset())
 
-    async def _answer(self, service: _Service, stream: Stream) -> str:
-        """Read the request, then take a slot to handle and answer it. Returns an outcome of
-        SERVED."""
+    async def _answer(self, service: Service, stream: Stream) -> str:
+        """Read the request, then take a slot to handle and answer it. Returns the outcome."""
+        peer = stream.peer
         try:
-            with self._reading.slot(stream.peer) as room:
+            with self._reading.slot(peer) as room:
                 if not room:
                     return "busy"
                 read = lambda stream: read_frame(stream, service.max_request_bytes)
                 request = await run_on_stream(min(READ_SECONDS, service.deadline), stream, read)
-            with service.slot(
-                stream.peer, last=self._slow.has(stream.peer, trio.current_time())
-            ) as room:
-                return await self._respond(service, stream, request) if room else "busy"
+            slow = self._slow.has(peer, trio.current_time())
+            async with service.respond(peer, request, slow=slow) as response:
+                await self._write(stream, response, service.deadline)
+            return "ok"
+        except Busy:
+            return "busy"
         except BadMessage:
             return "malformed"
         except PeerTimeout:
             return "timeout"
         except PeerError as error:
-            log.debug("stream of %s failed: %s", stream.peer, error)
+            log.debug("stream of %s failed: %s", peer, error)
             return "failed"
-        except _HandlerError:
+        except Exception:  # an exception that a peer provoked in a handler must end here
+            log.exception("serving %s failed", peer)
             return "error"
 
-    async def _respond(self, service: _Service, stream: Stream, request: bytes) -> str:
-        """Handle a request and write the response. Raises PeerError or _HandlerError."""
-        response: bytes | None = None
-        # the cancel scope encloses only the handler, never stream I/O
-        with trio.move_on_after(service.deadline):
-            response = await _handle(service, stream.peer, request)
-        if response is None:
-            return "timeout"
+    async def _write(self, stream: Stream, response: bytes, deadline: float) -> None:
+        """Write the response, and record a peer that reads it too slowly. Raises PeerError."""
         answer, began = frame(response), trio.current_time()
-        seconds = service.write_seconds(len(response))
+        seconds = min(deadline, WRITE_SECONDS + len(response) / WRITE_BYTES_PER_SECOND)
         try:
             await run_on_stream(seconds, stream, lambda stream: stream.write(answer))
         except PeerError:
@@ -233,39 +196,18 @@ class Libp2pRequests:
             if trio.current_time() >= began + min(seconds, WRITE_SECONDS):
                 self._slow.add(stream.peer, trio.current_time())
             raise
-        return "ok"
 
     def statistics(self) -> RequestStatistics:
         return RequestStatistics(
             requests={protocol: dict(counts) for protocol, counts in self._outcomes.items()},
             served={protocol: dict(counts) for protocol, counts in self._served.items()},
             in_flight=self._in_flight,
-            serving=sum(len(service.cap) for service in self._services.values()),
+            serving=sum(len(service) for service in self._services.values()),
         )
 
 
-class _HandlerError(Exception):
-    """Raised when a handler failed without a fault of the peer; the error has been logged."""
-
-
-async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
-    """Run the handler. Raises PeerError if it refuses, _HandlerError if it fails."""
-    try:
-        response = await service.handler(peer, request)
-        if len(response) > service.max_response_bytes:
-            raise ValueError(
-                f"the response of {len(response)} bytes is longer than this protocol allows"
-            )
-        return response
-    except PeerError:
-        raise
-    except Exception as error:  # an exception that a peer provoked must end here
-        log.exception("serving %s failed", peer)
-        raise _HandlerError from error
-
-
 def _outcome(error: PeerError) -> str:
-    """Return the entry of OUTCOMES for an error."""
+    """Return the outcome of a failed outbound request."""
     if isinstance(error, PeerTimeout):
         return "timeout"
     return "malformed" if isinstance(error, BadMessage) else "failed"

@@ -28,8 +28,8 @@ from swarmnode.errors import BadMessage, PeerError, Refused
 from swarmnode.files import write_atomically
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.envelope import open_session, seal_session
 from swarmnode.wire.messages import Session, SessionResponse
-from swarmnode.wire.signed import open_session, seal_session
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,6 @@ STALL_SECONDS = 300.0
 """The stream is reset after this time without progress in either direction while this node writes.
 Heartbeats detect a vanished peer much earlier."""
 WATCH_SECONDS = 1.0
-REFUSED = ("unwelcome", "busy")
-"""Reasons for resetting an inbound stream at once."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
@@ -44,7 +42,7 @@ class StreamStatistics(msgspec.Struct, frozen=True):
     accepted: dict[str, int] = {}
     """Accepted streams of peers, by protocol."""
     refused: dict[str, int] = {}
-    """Refused streams of peers, by entry of REFUSED."""
+    """Streams of peers that were reset at once, by reason: unwelcome, busy."""
     stalled: int = 0
 
 
@@ -72,8 +70,7 @@ class Libp2pStream:
         nursery.start_soon(self._watch)
 
     async def receive(self) -> bytes:
-        """Return up to READ_BYTES in order; b"" once the peer has finished. Raises PeerError if the
-        stream is broken."""
+        """See `api.PeerStream.receive`. Returns at most READ_BYTES."""
         if self._unread:
             data, self._unread = self._unread, b""
             return data
@@ -85,12 +82,11 @@ class Libp2pStream:
             return b""
 
     def unread(self, data: bytes) -> None:
-        """Put received bytes back, for the next call of `receive`."""
+        """See `api.PeerStream.unread`."""
         self._unread = data + self._unread
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Queue `data`; returns when the data before it is written. Raises PeerError if the stream
-        is broken, ValueError after `finish`."""
+        """See `api.PeerStream.send`."""
         try:
             await self._out.send(data)
         except trio.BrokenResourceError:
@@ -101,12 +97,11 @@ class Libp2pStream:
             ) from None
 
     def finish(self) -> None:
-        """Write the queued data, then signal its end to the peer. The peer may still send."""
+        """See `api.PeerStream.finish`."""
         self._out.close()
 
     def reset(self, why: str = "reset here") -> None:
-        """End both directions in the background; pending calls of `send` and `receive` raise with
-        the text `why`."""
+        """See `api.PeerStream.reset`."""
         if self.closed.is_set() or self._why:
             return
         self._why = why
@@ -235,4 +230,4 @@ class Libp2pStreams:
 
 
 async def _do_nothing(stream: Stream) -> None:
-    """Do nothing; opening the stream is all."""
+    """Return at once, because the caller only opens the stream."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import random
 import statistics
 import time
@@ -26,9 +27,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Requests
+from swarmnode.p2p.slots import RateLimiter
 from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.envelope import open_summary, seal_summary
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.signed import open_summary, seal_summary
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ ROUND_SECONDS = limits.SUMMARY_SECONDS
 PEERS_PER_ROUND = 4
 """Peers asked in one round, least recently asked first."""
 REQUEST_BURST = 4
-"""A peer may send REQUEST_BURST requests in a burst and one more per half round."""
+REQUEST_SECONDS = ROUND_SECONDS / 2
+"""A peer may send REQUEST_BURST requests at once and one more per REQUEST_SECONDS."""
 MAX_CLAIMS = 1024
 """Maximum number of stored summaries. A summary that comes directly from its signer replaces the
 oldest forwarded one, or else the oldest."""
@@ -63,9 +66,21 @@ class Claim:
 
     peer: str
     """The signer, the only verified part."""
+    frame: bytes
+    """The signed summary as received."""
     summary: Summary
-    direct: bool
-    """True if the signer sent it itself."""
+    sender: str
+    """Peer that sent it."""
+
+    @property
+    def direct(self) -> bool:
+        """True if the signer sent it itself."""
+        return self.sender == self.peer
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sort key: direct ones first, then by age."""
+        return self.direct, self.summary.created_at
 
 
 class ClaimStatistics(msgspec.Struct, frozen=True):
@@ -97,19 +112,11 @@ class SummaryStatistics(msgspec.Struct, frozen=True):
     policy_version_median: float | None = None
     rows: list[ClaimStatistics] = []
     """The latest summary of each peer: direct ones first, then by age; at most MAX_ROWS."""
-    heard: dict[str, int] = {}
+    received: dict[str, int] = {}
     """Received summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
     """Median in seconds by which the peers' clocks are ahead of the own clock; None with fewer than
     MIN_CLOCKS peers."""
-
-
-@dataclasses.dataclass
-class _Entry:
-    frame: bytes
-    summary: Summary
-    sender: str
-    """Peer that sent it."""
 
 
 class Claims:
@@ -118,13 +125,13 @@ class Claims:
 
     def __init__(self, own: str) -> None:
         self._own = own
-        self._entries: dict[str, _Entry] = {}
+        self._claims: dict[str, Claim] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._claims)
 
     def __contains__(self, frame: bytes) -> bool:
-        return any(entry.frame == frame for entry in self._entries.values())
+        return any(claim.frame == frame for claim in self._claims.values())
 
     def take(self, frame: bytes, signer: str, summary: Summary, sender: str, now: float) -> str:
         """Store the summary of `signer` that `sender` sent, unless a rule forbids it. Returns an
@@ -136,53 +143,46 @@ class Claims:
             return "future"
         if age > limits.SUMMARY_AGE_SECONDS:
             return "old"
-        known = self._entries.get(signer)
+        known = self._claims.get(signer)
         if known is not None:
             if summary.created_at < known.summary.created_at + 1000 * limits.SUMMARY_SECONDS:
                 return "known"
-            self._entries[signer] = _Entry(
-                frame, summary, signer if sender == signer else known.sender
-            )
+            first_sender = signer if sender == signer else known.sender
+            self._claims[signer] = Claim(signer, frame, summary, first_sender)
             return "taken"
         self.expire(now)
         if sender != signer and (
             len(self) >= MAX_CLAIMS
-            or sum(1 for entry in self._entries.values() if entry.sender == sender) >= MAX_FORWARDED
+            or sum(1 for claim in self._claims.values() if claim.sender == sender) >= MAX_FORWARDED
         ):
             return "full"
         if len(self) >= MAX_CLAIMS:
-            del self._entries[min(self._entries, key=self._rank)]
-        self._entries[signer] = _Entry(frame, summary, sender)
+            del self._claims[min(self._claims.values(), key=lambda claim: claim.rank).peer]
+        self._claims[signer] = Claim(signer, frame, summary, sender)
         return "taken"
 
     def expire(self, now: float) -> None:
         """Drop summaries that are too old or from the future."""
-        oldest, newest = (
-            1000 * (now - limits.SUMMARY_AGE_SECONDS),
-            1000 * (now + limits.CLOCK_SKEW_SECONDS),
-        )
-        self._entries = {
-            peer: entry
-            for peer, entry in self._entries.items()
-            if oldest <= entry.summary.created_at <= newest
+        oldest = 1000 * (now - limits.SUMMARY_AGE_SECONDS)
+        newest = 1000 * (now + limits.CLOCK_SKEW_SECONDS)
+        self._claims = {
+            peer: claim
+            for peer, claim in self._claims.items()
+            if oldest <= claim.summary.created_at <= newest
         }
 
     def frames(self, count: int, exclude: str, rng: random.Random) -> list[bytes]:
         """Return at most `count` random frames, except the one of `exclude`."""
-        others = [entry.frame for peer, entry in self._entries.items() if peer != exclude]
+        others = [claim.frame for peer, claim in self._claims.items() if peer != exclude]
         return rng.sample(others, min(count, len(others)))
 
     def all(self) -> list[Claim]:
         """Return all summaries, direct ones first, then by age."""
-        ranked = sorted(self._entries, key=self._rank, reverse=True)
-        return [
-            Claim(peer, self._entries[peer].summary, self._entries[peer].sender == peer)
-            for peer in ranked
-        ]
+        return sorted(self._claims.values(), key=lambda claim: claim.rank, reverse=True)
 
-    def _rank(self, peer: str) -> tuple[bool, int]:
-        entry = self._entries[peer]
-        return entry.sender == peer, entry.summary.created_at
+    def get(self, peer: str) -> Claim | None:
+        """Return the summary of `peer`."""
+        return self._claims.get(peer)
 
 
 class Clocks:
@@ -190,61 +190,24 @@ class Clocks:
     clock."""
 
     def __init__(self) -> None:
-        self._told: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+        self._offsets: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def record(self, peer: str, offset: float, now: float) -> None:
         """Record an offset: seconds by which the clock of `peer` is ahead."""
-        self._told.pop(peer, None)
-        self._told[peer] = (offset, now)
-        if len(self._told) > MAX_CLOCKS:
-            self._told.popitem(last=False)
+        self._offsets.pop(peer, None)
+        self._offsets[peer] = (offset, now)
+        if len(self._offsets) > MAX_CLOCKS:
+            self._offsets.popitem(last=False)
 
     def offset(self, now: float) -> float | None:
         """Return the median; of two middle values the one nearer to zero, so that a majority is
         needed to make a clock look wrong."""
-        offsets = sorted(offset for offset, at in self._told.values() if now - at <= CLOCK_SECONDS)
+        offsets = sorted(
+            offset for offset, at in self._offsets.values() if now - at <= CLOCK_SECONDS
+        )
         if len(offsets) < MIN_CLOCKS:
             return None
         return min(offsets[(len(offsets) - 1) // 2], offsets[len(offsets) // 2], key=abs)
-
-
-class RequestLimiter:
-    """Request budgets of the connected peers: REQUEST_BURST in a burst, then one per half round.
-    Pure: `now` is in seconds."""
-
-    def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # peer → (remaining requests, time)
-
-    def retain(self, peers: list[str]) -> None:
-        """Drop the budgets of all other peers."""
-        self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
-
-    def take(self, peer: str, now: float) -> bool:
-        """Count a request; returns False if `peer` has none left."""
-        left, at = self._left.get(peer, (float(REQUEST_BURST), now))
-        left = min(float(REQUEST_BURST), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
-        self._left[peer] = (max(0.0, left), now)
-        return left >= 0
-
-
-class OwnSummary:
-    """This node's own summary, as signed in the latest round."""
-
-    def __init__(self, key: Ed25519PrivateKey, swarm: bytes) -> None:
-        self._key = key
-        self._swarm = swarm
-        self._frame, self._at = b"", -float("inf")
-
-    def sign(self, summary: Summary | None, now: float) -> bytes:
-        """Sign a summary and return its frame; empty for None, which shares nothing. `now` is in
-        seconds on any clock."""
-        self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
-        self._at = now
-        return self._frame
-
-    def fresh(self, now: float) -> list[bytes]:
-        """Return the frame, or nothing if there is none or it is too old."""
-        return [self._frame] if self._frame and now - self._at <= limits.SUMMARY_AGE_SECONDS else []
 
 
 class Summaries:
@@ -289,8 +252,11 @@ class Summaries:
         self._asked: dict[
             str, float
         ] = {}  # connected peer → time of the last request, on trio's clock
-        self._limiter = RequestLimiter()
-        self._own = OwnSummary(key, swarm)
+        self._limiter = RateLimiter(REQUEST_BURST, REQUEST_SECONDS)
+        self._key = key
+        self._own_frame = b""
+        """The own summary as signed in the latest round; empty if nothing is shared."""
+        self._signed_at = -math.inf
         requests.serve(
             ids.SUMMARY_PROTOCOL,
             self._answer,
@@ -314,10 +280,11 @@ class Summaries:
 
     async def round(self, connected: list[str]) -> None:
         """Sign the own summary and ask a few peers."""
-        self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
-        self._limiter.retain(connected)
+        self._asked = {peer: self._asked.get(peer, -math.inf) for peer in connected}
         now = trio.current_time()
-        frame = self._own.sign(self.own_summary(int(self._clock() * 1000)), now)
+        own = self.own_summary(int(self._clock() * 1000))
+        frame = b"" if own is None else seal_summary(own, self._key, self._swarm)
+        self._own_frame, self._signed_at = frame, now
         async with trio.open_nursery() as nursery:
             for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[
                 :PEERS_PER_ROUND
@@ -365,7 +332,7 @@ class Summaries:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Handle a request. Raises BadMessage, also if another peer signed the summary, and
         PeerError above the request rate."""
-        if not self._limiter.take(peer, trio.current_time()):
+        if not self._limiter.allow(peer, trio.current_time()):
             raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:
@@ -377,14 +344,16 @@ class Summaries:
             )
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
-        own = self._own.fresh(trio.current_time())
+        fresh = trio.current_time() - self._signed_at <= limits.SUMMARY_AGE_SECONDS
+        own = [self._own_frame] if self._own_frame and fresh else []
         return codec.encode(
             SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng))
         )
 
     def version_of(self, peer: str) -> str:
         """Return the swarmnode version in the latest summary of `peer`; empty if there is none."""
-        return next((c.summary.version for c in self._claims.all() if c.peer == peer), "")
+        claim = self._claims.get(peer)
+        return "" if claim is None else claim.summary.version
 
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
@@ -395,7 +364,7 @@ class Summaries:
 
 
 def aggregate(
-    claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float
+    claims: list[Claim], received: dict[str, int], clock_offset: float | None, now: float
 ) -> SummaryStatistics:
     """Aggregate `claims`, which are in display order. `now` is Unix time in seconds."""
     rewards = [claim.summary.reward for claim in claims if claim.summary.reward >= 0]
@@ -406,7 +375,7 @@ def aggregate(
         if claims
         else None,
         rows=[_row(claim, now) for claim in claims[:MAX_ROWS]],
-        heard=heard,
+        received=received,
         clock_offset_seconds=clock_offset,
     )
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-C = TypeVar("C")
+if TYPE_CHECKING:  # loads libp2p
+    from swarmnode.p2p.library.hosts import Connection
 
 SILENT_SECONDS = 30.0
 """A connection is dead after a ping was unanswered for this long. Yamux sends the next ping 40 s
@@ -98,36 +98,28 @@ def _age(link: PeerLink) -> float:
     return link.since
 
 
-class Liveness(Generic[C]):
+class Liveness:
     """Tracks the pings of all connections."""
 
     def __init__(self) -> None:
-        self._unanswered: dict[C, tuple[int, float]] = {}
+        self._unanswered: dict[Connection, tuple[int, float]] = {}
+        """Connection → (number of its unanswered ping, time of the first check that saw it)."""
 
-    def dead(
-        self,
-        pings: Mapping[C, tuple[int, bool]],
-        now: float,
-        last_received: Mapping[C, float | None] = MappingProxyType({}),
-    ) -> list[C]:
+    def dead(self, connections: Iterable[Connection], now: float) -> list[Connection]:
         """Return the connections to close.
 
-        Args:
-            pings: for each connection, the number of its latest ping and whether it was answered.
-            now: monotonic time in seconds.
-            last_received: time of the last received bytes. They count as a sign of life, because
-                the answer to a ping can be half a minute late on a line that is busy with weights.
+        Received bytes count as a sign of life, because the answer to a ping can be half a minute
+        late on a line that is busy with weights.
         """
-        unanswered = {
-            each: number for each, (number, answered) in pings.items() if number and not answered
-        }
         since = {}
-        for each, number in unanswered.items():
-            before = self._unanswered.get(each)
-            since[each] = before if before is not None and before[0] == number else (number, now)
+        for each in connections:
+            number, answered = each.ping
+            if number and not answered:
+                before = self._unanswered.get(each)
+                since[each] = before if before and before[0] == number else (number, now)
         self._unanswered = since
         return [
             each
             for each, (_, at) in since.items()
-            if now - max(at, last_received.get(each) or at) >= SILENT_SECONDS
+            if now - max(at, each.last_received or at) >= SILENT_SECONDS
         ]

@@ -22,9 +22,9 @@ from swarmnode.config import Config, NetworkConfig
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, Refused, Unavailable
 from swarmnode.p2p import addresses, manifests
 from swarmnode.p2p.api import WrongPeer
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.manifests import FetchedManifest
+from swarmnode.p2p.network import open_host
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest

@@ -49,6 +49,19 @@ def root(manifest: BulkManifest) -> bytes:
     ).digest()
 
 
+def check_manifest(manifest: BulkManifest, transfer: bytes, wanted_root: bytes | None) -> None:
+    """Raise BadMessage("bounds") unless the manifest is of this transfer and has this root. None
+    accepts any root."""
+    if manifest.transfer != transfer or wanted_root not in (None, root(manifest)):
+        raise BadMessage("bounds", "the manifest belongs to another transfer")
+
+
+def check_chunk(manifest: BulkManifest, index: int, data: bytes | memoryview) -> None:
+    """Raise BadMessage("hash") unless `data` is chunk `index`."""
+    if digest(data) != expected(manifest, index):
+        raise BadMessage("hash", f"chunk {index} does not have the hash of the manifest")
+
+
 def pack_wanted(indices: Iterable[int], chunks: int) -> bytes:
     """Return a mask of `chunks` bits in which those of `indices` are set."""
     bits = bytearray(-(-chunks // 8))

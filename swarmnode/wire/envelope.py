@@ -12,22 +12,20 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnode.errors import BadMessage
-from swarmnode.wire import limits
+from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import compress, decode, decode_payload, encode
-from swarmnode.wire.messages import Codec, Envelope, RolloutGroup
+from swarmnode.wire.messages import Codec, Envelope, RolloutGroup, Session, Summary
 
 _CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
 
 _KEY_PREFIX = bytes.fromhex("0024 0801 1220")
 """Identity multihash (code 0, 36 bytes) of the protobuf `PublicKey{Type: Ed25519, Data: 32 bytes}`:
 libp2p peer-ids specification."""
-
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-
 
 SMALL_ORDER_KEYS = frozenset(
     bytes.fromhex(text)
@@ -112,34 +110,53 @@ def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
     return envelope
 
 
+# -- sessions and summaries, which a peer that forwards them cannot forge
+
+
+def seal_session(session: Session, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
+    """Return a signed session as bytes; `swarm` is the 32-byte swarm id."""
+    return encode(sign(encode(session), private_key, ids.DOMAIN_SESSION, swarm))
+
+
+def open_session(frame: bytes, swarm: bytes) -> tuple[str, Session]:
+    """Return the signer's peer id and the session. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
+    envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SESSION_REQUEST_BYTES)
+    return peer_id(envelope.key), decode(envelope.payload, Session, limits.SESSION_REQUEST_BYTES)
+
+
+def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
+    """Return a signed summary as bytes; `swarm` is the 32-byte swarm id."""
+    return encode(sign(encode(summary), private_key, ids.DOMAIN_SUMMARY, swarm))
+
+
+def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
+    """Return the signer's peer id and the summary. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
+    envelope = open_raw(frame, ids.DOMAIN_SUMMARY, swarm, limits.SUMMARY_BYTES)
+    return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)
+
+
+# -- ids
+
+
 @functools.lru_cache(4096)
 def peer_id(key: bytes) -> str:
     """Return the libp2p peer id (base58, `12D3Koo…`) of a raw 32-byte Ed25519 public key."""
-    data = _KEY_PREFIX + key  # (38,)
-    number, digits = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        digits = _BASE58[digit] + digits
-    zeros = len(data) - len(data.lstrip(b"\0"))  # base58 writes a leading zero byte as 1
-    return _BASE58[0] * zeros + digits
+    return base58.b58encode(_KEY_PREFIX + key).decode()
 
 
 def peer_key(peer: str) -> bytes | None:
     """Return the raw 32-byte Ed25519 public key in a peer id; None for other text and for a key of
     small order."""
-    if len(peer) > limits.PEER_ID_BYTES or not peer.startswith(_BASE58[0]):
+    if len(peer) > limits.PEER_ID_BYTES:
         return None
-    number = 0
-    for digit in peer:
-        value = _BASE58.find(digit)
-        if value < 0:
-            return None
-        number = number * 58 + value
-    length = len(_KEY_PREFIX) + limits.KEY_BYTES
-    if number.bit_length() > 8 * length:
+    try:
+        key = base58.b58decode(peer)[len(_KEY_PREFIX) :]
+    except ValueError:
         return None
-    key = number.to_bytes(length, "big")[len(_KEY_PREFIX) :]
-    return key if peer_id(key) == peer and not is_small_order(key) else None
+    canonical = len(key) == limits.KEY_BYTES and peer_id(key) == peer
+    return key if canonical and not is_small_order(key) else None
 
 
 def is_small_order(key: bytes) -> bool:

@@ -1,5 +1,5 @@
-"""The manifest of a swarm as a signed message. protocol/01-identity-and-join.md is normative for
-names, order and bounds.
+"""Swarm ids, and the manifest of a swarm as a signed message. protocol/01-identity-and-join.md is
+normative for names, order and bounds.
 
     envelope { key: founder, payload: the manifest's bytes, signature, codec: raw }
                                 └── blake2b-256 after the domain ──▶ swarm id
@@ -11,7 +11,7 @@ has at most 64 KiB, so its lists are bounded twice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -27,6 +27,31 @@ def manifest_id(payload: bytes) -> bytes:
     """Return the 32-byte swarm id of a manifest: blake2b-256 over domain and exact bytes."""
     return hashlib.blake2b(
         ids.DOMAIN_SWARM_MANIFEST + payload, digest_size=limits.SWARM_ID_BYTES
+    ).digest()
+
+
+def swarm_id(
+    name: str, tasks: Mapping[str, str], protocols: tuple[str, ...] = ids.PROTOCOLS
+) -> bytes:
+    """Return the 32-byte id of a swarm without a manifest, called `name`, that trains on `tasks`
+    (task id → task version).
+
+    It is blake2b-256 over the domain and the msgpack of `[name, [[task id, version], …] by task id,
+    [protocol id, …]]`, so that nodes that cannot use each other's rollouts are in different swarms.
+    Raises ValueError without a name or a task.
+    """
+    if not 1 <= len(name.encode()) <= limits.SWARM_NAME_BYTES:
+        raise ValueError(f"a swarm's name is 1 to {limits.SWARM_NAME_BYTES} bytes")
+    if not tasks:
+        raise ValueError("a swarm has at least one task")
+    # UTF-8 order equals code point order, so every language sorts alike
+    description = [
+        name,
+        sorted([task, version] for task, version in tasks.items()),
+        sorted(protocols),
+    ]
+    return hashlib.blake2b(
+        ids.DOMAIN_SWARM + msgspec.msgpack.encode(description), digest_size=limits.SWARM_ID_BYTES
     ).digest()
 
 

@@ -23,11 +23,11 @@ from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import DiskStatistics
 from swarmnode.p2p.autonat import ReachStatistics
+from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.nat import NatStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.punch import PunchStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
-from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.stages.crew import CrewStatistics, SlotStatistics
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics

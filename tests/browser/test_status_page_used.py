@@ -15,7 +15,7 @@ from swarmnode.observe.history import History
 from swarmnode.observe.samples import Answer, Sample, Turn
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
 from swarmnode.observe.watch import ProcessStatistics
-from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.p2p.budget import TrafficStatistics
 from tests.support.browser import CHROMIUM, chromium
 from tests.support.snapshots import OWN, PEERS, example, example_at
 

@@ -11,7 +11,7 @@ from protocol.generate.schema import schemas
 from protocol.generate.schema_stages import schemas as stages_schemas
 from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.p2p import exchange, manifests, sessions, summaries
-from swarmnode.p2p.bulk import fetching
+from swarmnode.p2p.bulk.service import MANIFEST_TIMEOUT_SECONDS
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.exchange import ANSWER_SECONDS, LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
@@ -209,7 +209,7 @@ def test_timeouts_match_the_registry():
         "crews": service.REQUEST_TIMEOUT,
         "stage_open": service.OPEN_SECONDS,
         "stage_stream": service.PARK_SECONDS,
-        "bulk_manifest": fetching.MANIFEST_TIMEOUT_SECONDS,
+        "bulk_manifest": MANIFEST_TIMEOUT_SECONDS,
     }
 
 

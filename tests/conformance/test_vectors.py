@@ -54,7 +54,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
-from swarmnode.wire.envelope import content_id, peer_id, unseal
+from swarmnode.wire.envelope import content_id, open_session, open_summary, peer_id, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -63,7 +63,7 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
-from swarmnode.wire.manifest import meets_rules, open_manifest
+from swarmnode.wire.manifest import meets_rules, open_manifest, swarm_id
 from swarmnode.wire.messages import (
     BulkManifest,
     BulkManifestRequest,
@@ -80,8 +80,6 @@ from swarmnode.wire.messages import (
     SummaryResponse,
     TaskRef,
 )
-from swarmnode.wire.signed import open_session, open_summary
-from swarmnode.wire.swarm import swarm_id
 from tests.support.authors import episode
 from tests.support.stage_reading import read_state, read_whole
 

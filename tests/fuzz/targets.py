@@ -35,8 +35,8 @@ from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
+from swarmnode.wire.envelope import open_session, open_summary
 from swarmnode.wire.manifest import open_manifest
-from swarmnode.wire.signed import open_session, open_summary
 from tests.support.authors import episode
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes

@@ -11,7 +11,7 @@ import pytest
 from swarmnode.config import Config
 from swarmnode.demo.nodes import to_toml
 from swarmnode.tasks.registry import task_version
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 from tests.support.nat_process import NatHost, wait_until
 from tests.support.netns import Topology, missing
 

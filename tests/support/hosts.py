@@ -10,8 +10,8 @@ import trio
 
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import identity
-from swarmnode.p2p.host import NO_SWARM, open_host
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import NO_SWARM, Libp2pNetwork, open_host
+from tests.support.waiting import wait_connected
 
 
 @contextlib.asynccontextmanager
@@ -41,7 +41,7 @@ async def hosts(
         with trio.fail_after(60):
             for index, network in enumerate(networks):
                 neighbours = (index > 0) + (index < count - 1) if line else min(1, count - 1)
-                await network.wait_connected(neighbours)
+                await wait_connected(network, neighbours)
         yield networks
 
 

@@ -19,8 +19,7 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from tests.support.netns import enter
 
 DIGEST = "/test/digest/1"

@@ -22,7 +22,7 @@ from swarmnode.observe.watch import (
     TrainerStatistics,
 )
 from swarmnode.p2p.autonat import ReachStatistics
-from swarmnode.p2p.budget import BudgetStatistics
+from swarmnode.p2p.budget import BudgetStatistics, TrafficStatistics
 from swarmnode.p2p.nat import NatStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.peers import PeerStatistics
@@ -31,7 +31,6 @@ from swarmnode.p2p.relay_client import RelayClientStatistics
 from swarmnode.p2p.reputation import ReputationStatistics
 from swarmnode.p2p.requests import RequestStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
-from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
@@ -377,7 +376,10 @@ def example_at(t: float) -> NodeSnapshot:
                 "listening on /ip4/127.0.0.1/tcp/9470",
             ),
             LogLine(
-                STARTED_AT + 9, "info", "swarmnode.p2p.dialer", f"connected to {PEERS[0][:16]}"
+                STARTED_AT + 9,
+                "info",
+                "swarmnode.p2p.connection_manager",
+                f"connected to {PEERS[0][:16]}",
             ),
             LogLine(
                 STARTED_AT + t - 14,

@@ -1,4 +1,4 @@
-"""Poll with a deadline, for tests over real processes and sockets, which have no clock to
+"""Wait for a condition, for tests over real processes and sockets, which have no clock to
 advance."""
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import trio
+
+from swarmnode.p2p.api import Connections
 
 T = TypeVar("T")
 
@@ -30,3 +32,9 @@ async def still(value: Callable[[], T], seconds: float = 0.5, within: float = 12
             if (now := value()) != last:
                 last, since = now, trio.current_time()
     return last
+
+
+async def wait_connected(network: Connections, count: int = 1) -> None:
+    """Return once `network` has `count` connected peers. Has no deadline."""
+    while len(network.connected()) < count:
+        await network.changed()

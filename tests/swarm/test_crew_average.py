@@ -19,7 +19,7 @@ from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 from tests.support.crew_models import averaging_of, opened
 from tests.support.hosts import hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 SWARM = b"\x21" * 32
@@ -126,7 +126,7 @@ async def stages(tmp_path, seats):
     ):
         holders = []
         for number, (network, seat) in enumerate(zip(networks, seats, strict=True)):
-            await network.wait_connected(len(seats) - 1)
+            await wait_connected(network, len(seats) - 1)
             directory = tmp_path / str(number)
             model = stack.enter_context(opened(config(directory)))
             holders.append(Holder(network, directory, config(directory), model, seat, number))

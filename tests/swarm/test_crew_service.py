@@ -12,7 +12,7 @@ from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock
 from swarmnode.wire import ids
 from tests.support.crew_node import MODEL, crew_node
 from tests.support.hosts import host
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -81,7 +81,7 @@ async def crew(directory, names="abc", **options):
             await made.start(name)
         for node in made.nodes.values():
             with trio.fail_after(60):
-                await node.network.wait_connected(len(names))
+                await wait_connected(node.network, len(names))
         yield made, bootstrap
         await made.kill(*list(made.nodes))
 
@@ -208,7 +208,7 @@ async def test_disabled_service_answers_no_peer(tmp_path):
         host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other,
     ):
         async with crew_node(other, tmp_path / "b", mode="off"):
-            await one.wait_connected()
+            await wait_connected(one)
             with pytest.raises(PeerError):
                 await one.requests.request(
                     other.peer_id, ids.CREWS_PROTOCOL, b"", deadline=5, max_response_bytes=64

@@ -23,7 +23,7 @@ from swarmnode.stages.wire import StreamOpen
 from swarmnode.wire import ids
 from tests.support.hosts import host, hosts
 from tests.support.pipe_ends import open_pipe, stream_peers
-from tests.support.waiting import still, until
+from tests.support.waiting import still, until, wait_connected
 
 pytestmark = pytest.mark.swarm
 
@@ -36,7 +36,7 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
     async with hosts(directory, count) as networks, trio.open_nursery() as nursery:
         every, lost = [], [[] for _ in networks]
         for number, network in enumerate(networks):
-            await network.wait_connected(count - 1)
+            await wait_connected(network, count - 1)
             (directory / str(number) / "run").mkdir()
             losses = lost[number]
             made = StreamProxy(

@@ -15,18 +15,18 @@ from swarmnode.config import Config, NetworkConfig
 from swarmnode.daemon.member import Successors
 from swarmnode.errors import LocalError, Refused, Unavailable
 from swarmnode.p2p import manifests
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
+from swarmnode.p2p.network import open_host
 from swarmnode.p2p.sessions import Sessions, Stamps, Witness
 from swarmnode.swarm import join
 from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import codec, limits
+from swarmnode.wire.envelope import seal_session
 from swarmnode.wire.messages import Envelope, Session, SessionResponse
-from swarmnode.wire.signed import seal_session
 from tests.support.hosts import host
 from tests.support.manifests import CONFIG, founded, succeeding
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 FIRST = founded()
 SECOND = succeeding(FIRST)
@@ -124,7 +124,7 @@ async def test_members_with_the_secret_connect(tmp_path):
         cfg = NetworkConfig(mdns=False, initial_peers=a.listen_addrs)
         async with open_host(cfg, JOINER, tmp_path / "b", secret=SECRET) as b:
             with trio.fail_after(60):
-                await b.wait_connected()
+                await wait_connected(b)
 
 
 async def test_unlisted_peer_is_closed_at_the_handshake(tmp_path):
@@ -156,7 +156,7 @@ async def test_running_node_follows_a_successor_by_policy_only(tmp_path, policy,
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         serving(a, FIRST.signed, SECOND.signed)
         store, following = successors(b, tmp_path / "b", policy)
-        await b.wait_connected()
+        await wait_connected(b)
         async with trio.open_nursery() as nursery:
 
             async def run():
@@ -177,7 +177,7 @@ async def test_successor_with_another_model_needs_the_operator(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         serving(a, FIRST.signed, succeeding(FIRST, models=[]).signed)
         store, following = successors(b, tmp_path / "b", "founder")
-        await b.wait_connected()
+        await wait_connected(b)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(following.run)
             await until(lambda: store.successor(FIRST) is not None)

@@ -32,7 +32,7 @@ from tests.support.fakes.network import MemorySwarm
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts
 from tests.support.pulling import Holder, rewards_of
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 SWARM = swarm_of()
@@ -49,7 +49,7 @@ async def networks(kind, directory, count):
     async with hosts(directory, count) as real:
         with trio.fail_after(60):
             for network in real:
-                await network.wait_connected(count - 1)
+                await wait_connected(network, count - 1)
         keys = [
             identity.load_or_create(directory / str(n) / "identity.key").private_key
             for n in range(count)

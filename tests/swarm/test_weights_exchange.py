@@ -15,7 +15,7 @@ from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
 from swarmnode.wire import ids
 from tests.support.hosts import hosts
 from tests.support.replica import BASE, CONFIG, SWARM, TOKENIZER, Node, averaging, identical
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 pytestmark = pytest.mark.swarm
 
@@ -35,7 +35,7 @@ async def nodes(directory, count, **options):
     ):
         made: list[Node] = []
         for number, network in enumerate(networks):
-            await network.wait_connected(count - 1)
+            await wait_connected(network, count - 1)
             path = directory / str(number)
             key = identity.load_or_create(path / "identity.key").private_key
             node = await stack.enter_async_context(
@@ -187,7 +187,7 @@ async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
     async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         with trio.fail_after(60):
             for network in networks:
-                await network.wait_connected(3)
+                await wait_connected(network, 3)
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
             for n in range(4)
@@ -235,7 +235,7 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
     async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         with trio.fail_after(60):
             for network in networks:
-                await network.wait_connected(3)
+                await wait_connected(network, 3)
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
             for n in range(4)
@@ -298,7 +298,7 @@ async def test_disagreeing_neighbours_are_never_trusted_alone(tmp_path):
             node.connect()
         cfg = CONFIG.model_copy(update={"join_from_one": True})
         with trio.fail_after(60):
-            await networks[2].wait_connected(2)
+            await wait_connected(networks[2], 2)
         new = await stack.enter_async_context(
             averaging(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg)
         )
@@ -310,7 +310,7 @@ async def test_other_fingerprint_is_no_candidate(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         made = []
         for number, wanted in enumerate((1, 2, 1)):
-            await networks[number].wait_connected(2)
+            await wait_connected(networks[number], 2)
             key = identity.load_or_create(tmp_path / str(number) / "identity.key").private_key
             cfg = CONFIG.model_copy(update={"fragments": wanted})
             made.append(

@@ -21,14 +21,13 @@ from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.listings import ListingLiar
 from swarmnode.demo.liar.weights import WeightLiar
 from swarmnode.errors import PeerError
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import load_or_create
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.listings import ListingRequest
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 
 REQUESTS_PER_SECOND = 40.0
 REQUEST_TIMEOUT_SECONDS = 2.0

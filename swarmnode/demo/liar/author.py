@@ -16,8 +16,8 @@ from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
+from swarmnode.wire.manifest import swarm_id
 from swarmnode.wire.messages import Codec, Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.swarm import swarm_id
 
 MODEL = b"m" * 32
 TOKENIZER = b"t" * 32

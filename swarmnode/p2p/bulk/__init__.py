@@ -11,8 +11,8 @@ The requesting peer (a sink refuses a manifest above its limit before it allocat
     deadline = network.bulk.deadline(peer, manifest.size)
     await network.bulk.fetch(peer, transfer, manifest, sink, deadline=deadline)
 
-service.py is the entry point. fetching.py is the requesting side, serving.py the serving side,
-content.py holds sources and sinks. protocol/05-bulk.md specifies the messages, docs/networking.md
+service.py is the entry point and the requesting side, serving.py the serving side. content.py holds
+sources and sinks. protocol/05-bulk.md specifies the messages, docs/networking.md
 lists the limits.
 """
 

@@ -53,7 +53,6 @@ MIN_BANDWIDTH = 64 * 1024
 """Bytes per second. An upload may take its size at this rate plus STALL_SECONDS, so that a peer
 that reads slowly without pausing does not keep its slot."""
 Refusal = Literal["unknown", "busy"]
-OUTCOMES = ("ok", "unknown", "busy", "unwelcome", "malformed", "stalled", "withdrawn", "failed")
 
 
 class BulkServer:

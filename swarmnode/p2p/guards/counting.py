@@ -24,8 +24,7 @@ NAMES = (
     # the unread bytes of all connections exceeded their limit; the largest holder was dropped
     "process_full",
     "write_stalled",  # a peer read nothing from its socket for WRITE_STALL_SECONDS
-    # a peer requested more than OWED answers without reading any
-    "answers_full",
+    "answers_full",  # a peer caused more than MAX_OWED_ANSWERS answers and read none
     "window_stalled",  # a peer granted no credit for WINDOW_STALL_SECONDS
     "stream_unopened",  # a stream of this node did not open
     "stream_slots_exhausted",  # no outbound stream slot became free within OPEN_STREAM_SECONDS

@@ -33,8 +33,6 @@ FRAME_SECONDS = 0.1
 opened, so frames are shortened on a line that needs longer."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """Maximum receive window of auto-tuning, and maximum size of an accepted frame; 16 MiB upstream."""
-
-
 MAX_OWED_ANSWERS = 1024
 """Maximum number of unwritten answer frames of the reading loop."""
 
@@ -49,7 +47,7 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
     Upstream: stream_muxer/yamux/yamux.py `_write_frame`, `handle_incoming`
     Guard: The write is shielded, and after `WRITE_STALL_SECONDS` (15 s) the socket is closed. The
         reading loop leaves its answers to the next writer or to a task. A peer that causes more
-        than `OWED` (1024) answers without reading is dropped.
+        than `MAX_OWED_ANSWERS` (1024) answers without reading is dropped.
     Cost: Two cancel scopes per frame (3 µs) and a task per answer. A cancellation takes effect
         after the frame. Peers below 273 B/s are dropped.
     Remove when: Upstream shields `secured_conn.write`, has go-yamux's ConnectionWriteTimeout, and

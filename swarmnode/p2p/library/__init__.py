@@ -6,7 +6,6 @@ is a string, an address is an `Address`, and every error of the library is a Pee
     gater.py        admission at the end of a handshake
     identifiers.py  conversion of peer ids and addresses
     errors.py       translation of errors
-    objects.py      protocols (types) of the library's objects
     build.py        construction of a host with explicit options
 
 `guards` fixes defects of the library; this package only calls it.

@@ -3,10 +3,8 @@ secio and mplex, dial peers of their own choice, and retry without notice."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
 from typing import cast
 
 import trio
@@ -14,6 +12,7 @@ from libp2p import new_host
 from libp2p.abc import IHost
 from libp2p.crypto.keys import KeyPair
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.swarm import Swarm
 from libp2p.rcmgr.manager import ResourceManager
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
@@ -21,9 +20,6 @@ from multiaddr import Multiaddr
 from swarmnode.p2p import guards
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.gater import ConnectionGater
-from swarmnode.p2p.library.objects import LibraryHost
-
-CLOSE_SECONDS = 5.0
 
 
 def build_host(
@@ -66,28 +62,11 @@ def build_host(
             max_connections_per_peer=4,
         ),
     )
-    swarm = as_library_host(host).get_network()
-    gater.count_failures(swarm.upgrader)
+    swarm = cast("Swarm", host.get_network())
     swarm.retry_config = RetryConfig(max_retries=0)
-    # only the redial loop in dialer.py dials
-    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint
+    # only `connection_manager.Dialer` dials
+    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # type: ignore[method-assign]
     return guards.guard_host(host)
-
-
-def as_library_host(host: IHost) -> LibraryHost:
-    """Return `host` with a complete type; the library's annotation omits most of its methods."""
-    return cast("LibraryHost", host)
-
-
-@contextlib.asynccontextmanager
-async def running(host: IHost, listen: list[Address]) -> AsyncIterator[None]:
-    """Run the host, listening, until the block is left. Raises Unavailable if it cannot listen."""
-    async with guards.running(host, [Multiaddr(str(address)) for address in listen]):
-        try:
-            yield
-        finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
-                await _close_connections(as_library_host(host))
 
 
 def silence_library_log() -> None:
@@ -99,11 +78,3 @@ def silence_library_log() -> None:
     if not os.environ.get("LIBP2P_DEBUG"):
         for name in ("libp2p", "libp2p.network.auto_connector", "libp2p.network.connection_pruner"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-async def _close_connections(host: LibraryHost) -> None:
-    """Close all connections concurrently; the library takes 0.2 s for each in turn."""
-    swarm = host.get_network()
-    async with trio.open_nursery() as nursery:
-        for peer in list(swarm.connections):
-            nursery.start_soon(swarm.close_peer, peer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from types import TracebackType
+from collections.abc import Iterator
 
 from libp2p.network.stream.exceptions import StreamEOF
 
@@ -22,53 +23,29 @@ class StreamEnd(PeerError):
     """Raised when a peer has finished its side of a stream, or vanished."""
 
 
-class peer_errors:
-    """Context manager that turns every exception into a PeerError.
+@contextlib.contextmanager
+def peer_errors(doing: str = "") -> Iterator[None]:
+    """Turn every exception of the block into a PeerError.
 
     Errors of swarmnode and cancellations pass unchanged. `doing` starts the message; the original
     error is its cause.
     """
-
-    __slots__ = ("_doing",)
-
-    def __init__(self, doing: str = "") -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, SwarmNodeError):
-            raise _translated(error, self._doing) from error
+    try:
+        yield
+    except SwarmNodeError:
+        raise
+    except Exception as error:
+        raise _translated(error, doing) from error
 
 
-class ignored_errors:
-    """Context manager that logs and drops every exception, for operations without a caller to
-    inform, such as closing."""
-
-    __slots__ = ("_doing",)
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        log.debug("%s: %r", self._doing, error)
-        return True
+@contextlib.contextmanager
+def ignored_errors(doing: str) -> Iterator[None]:
+    """Log and drop every exception of the block, for operations without a caller to inform, such as
+    closing."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the library raises dozens of types
+        log.debug("%s: %r", doing, error)
 
 
 def _translated(error: Exception, doing: str) -> PeerError:

@@ -12,7 +12,6 @@ from libp2p.security.exceptions import HandshakeFailure
 
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.identifiers import address_from_socket
-from swarmnode.p2p.library.objects import Upgrader
 from swarmnode.p2p.library.streams import CircuitConnection
 
 
@@ -33,35 +32,15 @@ class ConnectionGater:
     Attributes:
         admits: returns True for an admitted peer; all peers are admitted until it is set.
         refused: number of refused peers.
-        failed: number of inbound connections that failed in the handshake, such as port scans,
-            garbage and timeouts.
     """
 
     def __init__(self) -> None:
         self.admits: Callable[[HandshakePeer], bool] = lambda peer_info: True
         self.refused = 0
-        self.failed = 0
 
     def wrap(self, transport: ISecureTransport) -> ISecureTransport:
         """Return `transport` behind this gater."""
         return _Gated(transport, self)
-
-    def count_failures(self, upgrader: Upgrader) -> None:
-        """Count the handshakes that fail before admission in `failed`."""
-        upgrade = upgrader.upgrade_security
-
-        async def counting(
-            raw: IRawConnection, is_initiator: bool, peer_id: ID | None = None
-        ) -> ISecureConn:
-            refused = self.refused
-            try:
-                return await upgrade(raw, is_initiator, peer_id)
-            except BaseException:  # a timeout arrives as a cancellation
-                if not is_initiator and refused == self.refused:
-                    self.failed += 1
-                raise
-
-        upgrader.upgrade_security = counting
 
     async def check(self, connection: ISecureConn, inbound: bool, relay: str | None) -> ISecureConn:
         """Return `connection`, or close it and raise HandshakeFailure."""

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import trio
-from libp2p.abc import INetConn, INetStream, INetwork, INotifee, IRawConnection
+from libp2p.abc import (
+    IHost,
+    IMuxedConn,
+    INetConn,
+    INetStream,
+    INetwork,
+    INotifee,
+    IRawConnection,
+)
 from libp2p.custom_types import TProtocol
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
 from swarmnode.p2p.library.identifiers import address_from_socket
-from swarmnode.p2p.library.objects import (
-    LibraryHost,
-    MuxedConnection,
-    NetConnection,
-    NetStream,
-    Swarm,
+from swarmnode.p2p.library.streams import (
+    MAX_LAZY_NAME,
+    CircuitConnection,
+    Stream,
+    count_bytes,
+    find_relay,
 )
-from swarmnode.p2p.library.streams import MAX_LAZY_NAME, CircuitConnection, Stream, find_relay
 
 CLOSE_SECONDS = 1.0
-PINNED = "held"
+PINNED = "pinned"
 """Tag of connections that the library's pruner must keep."""
 
 StreamTask = Callable[[Stream], Awaitable[None]]
@@ -36,10 +48,17 @@ StreamTask = Callable[[Stream], Awaitable[None]]
 
 
 class Connection:
-    """An open connection; see `connections.Connection`."""
+    """An open connection.
 
-    def __init__(self, connection: NetConnection, swarm: Swarm) -> None:
-        muxed = connection.muxed_conn
+    Attributes:
+        peer: peer id of the remote end.
+        inbound: True if the peer dialled this node.
+        relay: peer id of the relay; None for a direct connection.
+        remote: remote address; None for a relayed connection.
+    """
+
+    def __init__(self, connection: SwarmConn, swarm: Swarm) -> None:
+        self._muxed = muxed = cast("Yamux", connection.muxed_conn)
         self.peer = muxed.peer_id.to_base58()
         self.inbound = str(connection.direction).lower().endswith("inbound")
         self.relay = find_relay(muxed)
@@ -55,13 +74,12 @@ class Connection:
     def ping(self) -> tuple[int, bool]:
         """(number of Yamux's latest ping, whether it was answered); the number is 0 before the
         first ping."""
-        muxed = self._connection.muxed_conn
-        return muxed._ping_id, muxed._ping_event.is_set()
+        return self._muxed._ping_id, self._muxed._ping_event.is_set()
 
     @property
     def last_received(self) -> float | None:
-        """Time of the last received bytes on trio's clock."""
-        return getattr(self._connection.muxed_conn, "last_received_at", None)
+        """Time of the last received bytes on trio's clock; None before the first."""
+        return getattr(self._muxed, "last_received_at", None)
 
     @property
     def is_busy(self) -> bool:
@@ -95,14 +113,18 @@ class Host:
         nursery: runs the background tasks; ends with the host.
         library: the library's object, for tests.
         pinned: the pinned peers.
+        received: bytes received on streams, by protocol, since `watch`.
+        sent: bytes sent in the same way.
     """
 
-    def __init__(self, host: LibraryHost, nursery: trio.Nursery) -> None:
+    def __init__(self, host: IHost, nursery: trio.Nursery) -> None:
         self.peer_id = host.get_id().to_base58()
         self.nursery = nursery
         self.library = host
-        self._swarm = host.get_network()
+        self._swarm = cast("Swarm", host.get_network())
         self.pinned: frozenset[str] = frozenset()
+        self.received = Counter[str]()
+        self.sent = Counter[str]()
 
     # -- streams
 
@@ -129,14 +151,14 @@ class Host:
             )
             if not known:
                 return Stream(await self.library.new_stream(identity, [TProtocol(protocol)]))
-            stream = await self._swarm.new_stream(identity)
+            stream = cast("NetStream", await self._swarm.new_stream(identity))
             stream.protocol_id = TProtocol(protocol)
             return Stream(stream, proposed=protocol)
 
     def set_handler(self, protocol: str, handler: StreamTask) -> None:
         """Set the handler for the streams of `protocol`, in place of an earlier one."""
 
-        async def on_stream(stream: NetStream) -> None:
+        async def on_stream(stream: INetStream) -> None:
             await handler(Stream(stream))
 
         self.library.set_stream_handler(TProtocol(protocol), on_stream)
@@ -172,15 +194,10 @@ class Host:
             self._swarm.protect(ID.from_string(peer), PINNED)
         self.pinned = frozenset(peers)
 
-    def watch(self, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]) -> None:
-        """Report connections and streams from now on.
-
-        Args:
-            events: receives opened and closed connections. The library does not announce every
-                closure.
-            stream_opened: called with every new stream in both directions, before its first read.
-        """
-        self._swarm.register_notifee(_EventForwarder(self._swarm, events, stream_opened))
+    def watch(self, events: ConnectionEvents) -> None:
+        """Report opened and closed connections to `events` from now on, and count the bytes of
+        streams. The library does not announce every closure."""
+        self._swarm.register_notifee(_EventForwarder(self, self._swarm, events))
 
     # -- circuits and hole punching
 
@@ -263,9 +280,9 @@ class Host:
 class UpgradedConnection:
     """A connection created from a raw one. `peer` is the remote peer id from the handshake."""
 
-    def __init__(self, muxed: MuxedConnection) -> None:
+    def __init__(self, muxed: IMuxedConn) -> None:
         self.peer = muxed.peer_id.to_base58()
-        self._muxed = muxed
+        self._muxed = cast("Yamux", muxed)
 
     async def wait_closed(self) -> None:
         await self._muxed.event_closed.wait()
@@ -277,14 +294,12 @@ class UpgradedConnection:
 
 
 class _EventForwarder(INotifee):
-    """Forwards the swarm's events with objects of this package."""
+    """Forwards the swarm's connections as `Connection`, and counts the bytes of its streams."""
 
-    def __init__(
-        self, swarm: Swarm, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]
-    ) -> None:
+    def __init__(self, host: Host, swarm: Swarm, events: ConnectionEvents) -> None:
+        self._host = host
         self._swarm = swarm
         self._events = events
-        self._stream_opened = stream_opened
         self._connections: dict[INetConn, Connection] = {}
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
@@ -297,7 +312,7 @@ class _EventForwarder(INotifee):
             self._events.closed(known)
 
     async def opened_stream(self, network: INetwork, stream: INetStream) -> None:
-        self._stream_opened(stream)  # type: ignore[arg-type]
+        count_bytes(cast("NetStream", stream), self._host.received, self._host.sent)
 
     async def closed_stream(self, network: INetwork, stream: INetStream) -> None:
         return None
@@ -310,8 +325,9 @@ class _EventForwarder(INotifee):
 
 
 def _counts_as_busy(stream: NetStream) -> bool:
-    opened = stream.muxed_stream.is_initiator and stream.protocol_id is not None
-    return opened or getattr(stream.muxed_stream, "keeps_connection", False)
+    muxed = cast("YamuxStream", stream.muxed_stream)
+    opened = muxed.is_initiator and stream.protocol_id is not None
+    return opened or getattr(muxed, "keeps_connection", False)
 
 
 async def _close_raw(raw: IRawConnection) -> None:

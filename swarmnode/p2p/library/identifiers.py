@@ -6,20 +6,13 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from swarmnode.errors import BadMessage
-from swarmnode.p2p.addresses import ED25519_PEER_ID, Address, from_socket, parse
+from swarmnode.p2p.addresses import Address, from_socket, parse
 from swarmnode.p2p.library.errors import peer_errors
-from swarmnode.wire.envelope import is_small_order
+from swarmnode.wire.envelope import peer_key
+from swarmnode.wire.limits import PEER_ID_BYTES
 
 LONGEST_MULTIADDR = 256
 """Maximum length in bytes."""
-
-
-def is_peer_id(text: str) -> bool:
-    """Return True if `text` is a canonical peer id."""
-    try:
-        return ID.from_string(text).to_base58() == text
-    except ValueError:
-        return False
 
 
 def peer_id_bytes(peer: str) -> bytes:
@@ -28,13 +21,10 @@ def peer_id_bytes(peer: str) -> bytes:
 
 def peer_id_text(raw: bytes) -> str:
     """Return the peer id of its bytes. Raises BadMessage unless it is of an Ed25519 key."""
-    if (
-        len(raw) != 38
-        or not raw.startswith(ED25519_PEER_ID)
-        or is_small_order(raw[len(ED25519_PEER_ID) :])
-    ):
-        raise BadMessage("bounds", "not a peer id")
-    return ID(raw).to_base58()
+    peer = ID(raw).to_base58() if len(raw) <= PEER_ID_BYTES else ""
+    if peer_key(peer) is None:
+        raise BadMessage("bounds", "not the peer id of an Ed25519 key")
+    return peer
 
 
 def multiaddr_bytes(text: str) -> bytes:

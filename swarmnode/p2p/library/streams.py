@@ -14,24 +14,30 @@ limits and bans by network prefix do not hit every peer behind one relay.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import cast
 
 import trio
-from libp2p.abc import IRawConnection
+from libp2p.abc import INetStream, IRawConnection
 from libp2p.connection_types import ConnectionType
 from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from multiaddr import Multiaddr
 
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
 from swarmnode.p2p.library.identifiers import address_from_socket
-from swarmnode.p2p.library.objects import NetStream
 
 READ_BYTES = 65536
 MULTISTREAM = "/multistream/1.0.0"
 MAX_LAZY_NAME = 126
 """Maximum length of a protocol id whose multistream-select length, with the newline, fits one
 byte."""
+NEGOTIATION = "negotiation"
+"""Label of the bytes before a protocol is negotiated. Later labels are protocols of this node, so
+peers cannot create labels."""
 END_SECONDS = 30.0
 """Timeout for closing or resetting a stream. The guards drop a connection that accepts no frame for
 half of this time, so this timeout never cuts a frame."""
@@ -52,12 +58,16 @@ class Stream:
         proposed: the protocol to negotiate lazily; empty if it is negotiated already.
     """
 
-    def __init__(self, stream: NetStream, proposed: str = "") -> None:
+    def __init__(self, stream: INetStream, proposed: str = "") -> None:
         self.peer = stream.muxed_conn.peer_id.to_base58()
-        self._stream = stream
+        self._stream = cast("NetStream", stream)
         self._doing = f"a stream of {self.peer}"
         self._unsent_lines = [MULTISTREAM, proposed] if proposed else []
         self._expected_lines = list(self._unsent_lines)
+
+    @property
+    def _muxed(self) -> YamuxStream:
+        return cast("YamuxStream", self._stream.muxed_stream)
 
     @property
     def relay(self) -> str | None:
@@ -67,14 +77,13 @@ class Stream:
     @property
     def remote(self) -> Address | None:
         """Remote address; None for a relayed connection."""
-        return address_from_socket(self._stream.muxed_conn.get_remote_address())
+        return address_from_socket(self._muxed.conn.get_remote_address())
 
     @property
     def is_gone(self) -> bool:
         """True if the peer has reset the stream or its connection is closed. The library reports
         both as an end of the stream."""
-        muxed = self._stream.muxed_stream
-        return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
+        return self._muxed.reset_received or self._muxed.conn.event_shutting_down.is_set()
 
     async def read(self, most: int = READ_BYTES) -> bytes:
         """Read 1 to `most` bytes. Raises StreamEnd at the end of the stream."""
@@ -124,12 +133,12 @@ class Stream:
 
     def wait_for_credit_unlimited(self) -> None:
         """Let a writer wait for credit without a timeout; the user of the stream detects stalls."""
-        self._stream.muxed_stream.patience_seconds = math.inf
+        self._muxed.patience_seconds = math.inf  # type: ignore[attr-defined]
 
     def keep_connection(self) -> None:
         """Keep the connection while this stream is open: it carries a granted long-lived transfer,
         so the peer is not dropped to make room."""
-        self._stream.muxed_stream.keeps_connection = True
+        self._muxed.keeps_connection = True  # type: ignore[attr-defined]
 
     async def close(self) -> None:
         """Close the own side in order."""
@@ -149,6 +158,25 @@ class Stream:
             ignored_errors("resetting a stream"),
         ):
             await self._stream.reset()
+
+
+def count_bytes(stream: NetStream, received: Counter[str], sent: Counter[str]) -> None:
+    """Add the bytes of a new, unread stream to `received` and `sent`, by protocol. A read also sets
+    `last_received_at` of the connection."""
+    read, write = stream.read, stream.write
+
+    async def counting_read(n: int | None = None) -> bytes:
+        data = await read(n)
+        received[stream.protocol_id or NEGOTIATION] += len(data)
+        if data:
+            stream.muxed_conn.last_received_at = trio.current_time()  # type: ignore[attr-defined]
+        return data
+
+    async def counting_write(data: bytes) -> None:
+        sent[stream.protocol_id or NEGOTIATION] += len(data)
+        await write(data)
+
+    stream.read, stream.write = counting_read, counting_write  # type: ignore[method-assign]
 
 
 class CircuitConnection(IRawConnection):

@@ -1,5 +1,5 @@
-"""An in-memory network: an `api.Network` without sockets, libp2p or delay (unless a latency is
-set).
+"""An in-memory network: an `api.Network` without streams, sockets, libp2p or delay (unless a
+latency is set).
 
     swarm = MemorySwarm()
     a, b, c = (swarm.join(peer) for peer in "abc")      # fully connected
@@ -12,17 +12,18 @@ BadMessage("oversize") or PeerError.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any
 
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.api import Network, RequestHandler
-from swarmnode.p2p.reputation import COST, Reputation, Standing
-from tests.support.fakes.streams import MemoryBulk, MemoryStreams
+from swarmnode.p2p.api import RequestHandler
+from swarmnode.p2p.reputation import PeerScores
+from swarmnode.p2p.slots import Service
+from tests.support.fakes.bulk import RequestBulk
 
 
 class MemorySwarm:
@@ -42,8 +43,7 @@ class MemorySwarm:
 
     def leave(self, peer_id: str) -> None:
         """Remove a node as if its process were killed."""
-        gone = self.nodes.pop(peer_id)
-        gone.streams.drop(())
+        del self.nodes[peer_id]
         self._notify()
 
     def cut(self, one: str, other: str) -> None:
@@ -67,31 +67,25 @@ class MemorySwarm:
         ]
 
     def _notify(self) -> None:
-        for node in self.nodes.values():
-            node.streams.drop(node.connected())
         self.changed.set()
         self.changed = trio.Event()
 
 
-class MemoryNetwork:
-    """The network of one node; satisfies `api.Network`. pinned: peers of the last call of `pin`."""
+class MemoryNetwork(PeerScores):
+    """The network of one node: an `api.Network` without streams. pinned: peers of the last call of
+    `pin`."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
+        super().__init__()
         self.peer_id = peer_id
         self.listen_addrs: list[str] = []
-        self.reputation = Reputation()
         self.requests = MemoryRequests(self, swarm)
-        self.streams = MemoryStreams(self, swarm)
-        self.bulk = MemoryBulk(self, swarm)
+        self.bulk = RequestBulk(self.requests, self)
         self.pinned: frozenset[str] = frozenset()
         self._swarm = swarm
 
     def connected(self) -> list[str]:
         return self._swarm.neighbours(self.peer_id)
-
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self._swarm.changed.wait()
 
     async def changed(self) -> None:
         await self._swarm.changed.wait()
@@ -119,61 +113,39 @@ class MemoryNetwork:
     def group(self, peer: str) -> str | None:
         return None
 
-    def is_allowed(self, peer: str) -> bool:
-        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
 
-    def score(self, peer: str) -> float:
-        return self.reputation.score(peer, trio.current_time())
+class ServedProtocols:
+    """The serving side of `api.Requests`, with the product's limits, without streams."""
 
-    def accepted(self, peer: str) -> None:
-        self.reputation.accepted(peer, trio.current_time())
+    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._services: dict[str, Service] = {}
 
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
-            self.disconnect(peer)
+    def serve(self, protocol: str, handler: RequestHandler, **limits: Any) -> None:
+        self._services[protocol] = Service(handler, **limits)
 
-
-def check_is_network(network: MemoryNetwork) -> Network:
-    """Return the network as an `api.Network`, for the type checker."""
-    return network
-
-
-@dataclass
-class _Service:
-    handler: RequestHandler
-    max_request_bytes: int
-    max_response_bytes: int
-    concurrent: int
-    per_peer: int
-    deadline: float
-    active: Counter[str] = field(default_factory=Counter)
+    async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
+        """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
+        details of a refusal."""
+        service = self._services.get(protocol)
+        if service is None:
+            raise Incompatible(f"{protocol} is not supported here")
+        with contextlib.suppress(PeerError):
+            if self._is_allowed(peer):
+                async with service.respond(peer, data) as response:
+                    return response
+        raise PeerError("the stream was reset")
 
 
-class MemoryRequests:
+class MemoryRequests(ServedProtocols):
     """A request calls the handler of the other node under the caller's deadline."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
+        super().__init__(network.is_allowed)
         self._network = network
         self._swarm = swarm
-        self._services: dict[str, _Service] = {}
         self.last_received: dict[str, float] = {}
         """Peer → time of its last request or answer."""
-
-    def serve(
-        self,
-        protocol: str,
-        handler: RequestHandler,
-        *,
-        max_request_bytes: int,
-        max_response_bytes: int,
-        concurrent: int = 16,
-        per_peer: int | None = None,
-        deadline: float = 30.0,
-    ) -> None:
-        most = per_peer or max(1, concurrent // 4)
-        self._services[protocol] = _Service(
-            handler, max_request_bytes, max_response_bytes, concurrent, most, deadline
-        )
 
     async def request(
         self,
@@ -189,9 +161,9 @@ class MemoryRequests:
             await trio.sleep(self._swarm.latency)
             if peer not in self._network.connected():
                 raise PeerError(f"{peer} is not connected")
-            response = await self._swarm.nodes[peer].requests.answer(
-                self._network.peer_id, protocol, data
-            )
+            own, requests = self._network.peer_id, self._swarm.nodes[peer].requests
+            requests.last_received[own] = trio.current_time()
+            response = await requests.answer(own, protocol, data)
             await trio.sleep(self._swarm.latency)
             self.last_received[peer] = trio.current_time()
             if len(response) > max_response_bytes:
@@ -200,28 +172,3 @@ class MemoryRequests:
                 )
             return response
         raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
-
-    async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
-        """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
-        details of a refusal."""
-        self.last_received[peer] = trio.current_time()
-        service = self._services.get(protocol)
-        if service is None:
-            raise Incompatible(f"{protocol} is not supported here")
-        busy = (
-            service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
-        )
-        if busy or len(data) > service.max_request_bytes or not self._network.is_allowed(peer):
-            raise PeerError("the stream was reset")
-        service.active[peer] += 1
-        try:
-            with trio.move_on_after(service.deadline):
-                response = await service.handler(peer, data)
-                if len(response) <= service.max_response_bytes:
-                    return response
-        except PeerError:
-            # A refusal looks like any other unwanted request: the stream is reset.
-            pass
-        finally:
-            service.active[peer] -= 1
-        raise PeerError("the stream was reset")

@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="run one swarm and print its schedule")
     parser.add_argument("--first", type=int, help="first seed, instead of fresh ones")
-    parser.add_argument("--count", type=int, help="so many seeds")
+    parser.add_argument("--count", type=int, help="number of seeds")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="duration of the run, unless a count is given"
     )

@@ -37,6 +37,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.envelope import seal_summary
 from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
@@ -52,7 +53,6 @@ from swarmnode.wire.messages import (
     Summary,
     SummaryRequest,
 )
-from swarmnode.wire.signed import seal_summary
 from tests.support.sim import determinism
 from tests.support.sim.learner import MADE_UP, TASKS, wrong
 from tests.support.sim.network import Medium, SimNetwork

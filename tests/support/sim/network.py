@@ -2,7 +2,7 @@
 exchange, reputation and admission.
 
 This module replaces the libp2p host: connections with a handshake and pings, requests with one
-response, bulk chunks. Bytes are counted by protocol, as in `p2p.traffic`.
+response, bulk chunks. Bytes are counted by protocol.
 """
 
 from __future__ import annotations
@@ -12,39 +12,34 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
-from swarmnode.p2p import book
 from swarmnode.p2p.addresses import Address, parse
-from swarmnode.p2p.admission import Admission, PeerScores
-from swarmnode.p2p.api import Declined, RequestHandler, WrongPeer
-from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
+from swarmnode.p2p.api import WrongPeer
+from swarmnode.p2p.budget import TrafficStatistics
+from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.dialer import Dialer
-from swarmnode.p2p.discovery import Discovery
+from swarmnode.p2p.discovery import Discovery, render_book
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
-from swarmnode.p2p.reputation import COST, Reputation
-from swarmnode.p2p.slots import PeerCap, PeerSlots
-from swarmnode.p2p.traffic import TrafficStatistics
-from swarmnode.wire import bulk
+from swarmnode.p2p.reputation import PeerScores
+from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER
+from swarmnode.p2p.slots import PeerSlots
+from swarmnode.wire import ids
+from tests.support.fakes.bulk import RequestBulk
+from tests.support.fakes.network import ServedProtocols
 from tests.support.sim.wires import History, Link, Timeline, Wires
 
 HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
 """Overhead of a frame in bytes."""
-PER_PEER, IN_ALL = 8, 64
-"""Same values as in `p2p.requests`."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
-BULK_SECONDS = 10.0
-BULK = "bulk"
 
 
 class Medium:
@@ -160,7 +155,7 @@ class NoNat:
         return []
 
 
-class SimNetwork:
+class SimNetwork(PeerScores):
     """The network of one node; satisfies `api.Network`. rng: its own. nursery: ends with the
     node."""
 
@@ -176,6 +171,7 @@ class SimNetwork:
         nursery: trio.Nursery,
         max_connections: int = 200,
     ) -> None:
+        super().__init__()
         self.medium = medium
         self.peer_id = peer_id
         self.address = address
@@ -185,11 +181,10 @@ class SimNetwork:
         self.rng = rng
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.scores = scores = PeerScores(Reputation())
-        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=scores.may_connect)
+        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=self.may_connect)
         self.connections = ConnectionTable()
         self.requests = SimRequests(self)
-        self.bulk = SimBulk(self)
+        self.bulk = RequestBulk(self.requests, self)
         self.streams = NoStreams()
         dialer = Dialer(self.peers, self._connect)
         exchange = PeerExchange(
@@ -197,21 +192,27 @@ class SimNetwork:
         )  # type: ignore[arg-type]
         self.discovery = Discovery(
             self.peers,
-            scores.reputation,
+            self.reputation,
             exchange,
             None,
             data_dir / "peers.json",
             bootstrap,
             dialer.wake,
         )
-        keeping = ConnectionLimits(max_connections, TARGET_PEERS, lambda peer: False, rng)
         self.manager = ConnectionManager(
-            SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping
+            SimHost(self, nursery),
+            self.connections,
+            self.peers,
+            self,
+            dialer,
+            exchange,
+            max_connections,
+            lambda peer: False,
+            rng,
         )  # type: ignore[arg-type]
         self.admission = Admission(
-            peer_id, self.connections, scores, max_connections, None, lambda peer: None
+            peer_id, self.connections, self, max_connections, None, lambda peer: None
         )
-        scores.disconnect = self.disconnect
         self.connections.listeners.append(self.manager)
 
     def start(self) -> None:
@@ -242,10 +243,6 @@ class SimNetwork:
     def connected(self) -> list[str]:
         return self.peers.connected()
 
-    async def wait_connected(self, count: int = 1) -> None:
-        while len(self.connected()) < count:
-            await self.changed()
-
     async def changed(self) -> None:
         await self.connections.changed()
 
@@ -266,24 +263,6 @@ class SimNetwork:
 
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
-
-    # -- api.PeerScoring
-
-    @property
-    def reputation(self) -> Reputation:
-        return self.scores.reputation
-
-    def is_allowed(self, peer: str) -> bool:
-        return self.scores.is_allowed(peer)
-
-    def score(self, peer: str) -> float:
-        return self.scores.score(peer)
-
-    def accepted(self, peer: str) -> None:
-        self.scores.accepted(peer)
-
-    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        self.scores.rejected(peer, reason, cost)
 
     # -- wire
 
@@ -324,7 +303,7 @@ class SimNetwork:
         connection.link.send(str(self.address), size, arrived)
 
     async def _connect(self, peer: str, text: str) -> bool:
-        """See `dialer.Connect`."""
+        """See `connection_manager.Connect`."""
         if self.connections.with_peer(peer):
             return False
         address, _ = parse(text)
@@ -369,19 +348,10 @@ class SimNetwork:
             self.connections.closed(connection)
 
     def book(self) -> bytes:
-        return book.render(self.peers, self.reputation, trio.current_time())
+        return render_book(self.peers, self.reputation, trio.current_time())
 
 
 # ---- requests ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Service:
-    handler: RequestHandler
-    max_request_bytes: int
-    max_response_bytes: int
-    room: PeerCap
-    deadline: float
 
 
 class Pending:
@@ -398,32 +368,16 @@ class Pending:
             self.done.set()
 
 
-class SimRequests:
+class SimRequests(ServedProtocols):
     """Requests with one response and the limits of `p2p.requests`."""
 
     def __init__(self, network: SimNetwork) -> None:
+        super().__init__(network.is_allowed)
         self._network = network
-        self._services: dict[str, Service] = {}
         self._slots: dict[str, PeerSlots] = collections.defaultdict(
-            lambda: PeerSlots(PER_PEER, IN_ALL)
+            lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         )
         self._pending: dict[Pending, None] = {}
-
-    def serve(
-        self,
-        protocol: str,
-        handler: RequestHandler,
-        *,
-        max_request_bytes: int,
-        max_response_bytes: int,
-        concurrent: int = 16,
-        per_peer: int | None = None,
-        deadline: float = 30.0,
-    ) -> None:
-        room = PeerCap(per_peer or max(1, concurrent // 4), concurrent)
-        self._services[protocol] = Service(
-            handler, max_request_bytes, max_response_bytes, room, deadline
-        )
 
     async def request(
         self,
@@ -451,9 +405,11 @@ class SimRequests:
         connection = self._network.connection(peer)
         pending = Pending(connection)
         self._pending[pending] = None
-        connection.link.under_way[self._network.peer_id] += 1
+        other = connection.other
+        granted = protocol == ids.BULK_PROTOCOL  # a transfer keeps the connection at both ends
+        busy = [self._network.peer_id, *([other.peer_id] if granted else [])]
+        connection.link.under_way.update(busy)
         try:
-            other = connection.other
             self._network.transmit(
                 connection,
                 protocol,
@@ -464,7 +420,7 @@ class SimRequests:
             )
             await pending.done.wait()
         finally:
-            connection.link.under_way[self._network.peer_id] -= 1
+            connection.link.under_way.subtract(busy)
             del self._pending[pending]
         if isinstance(pending.outcome, PeerError):
             raise pending.outcome
@@ -487,10 +443,12 @@ class SimRequests:
     async def _answer(
         self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int
     ) -> None:
-        peer, outcome = (
-            connection.network.peer_id,
-            await self._handle(connection.network.peer_id, protocol, data),
-        )
+        peer = connection.network.peer_id
+        outcome: bytes | PeerError
+        try:
+            outcome = await self.answer(peer, protocol, data)
+        except PeerError as error:
+            outcome = error
         if isinstance(outcome, bytes) and len(outcome) > most:
             outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
         back = [
@@ -501,152 +459,6 @@ class SimRequests:
         if back:
             size = len(outcome) if isinstance(outcome, bytes) else 0
             self._network.transmit(back[0], protocol, size, lambda: pending.resolve(outcome))
-
-    async def _handle(self, peer: str, protocol: str, data: bytes) -> bytes | PeerError:
-        refused = PeerError("the stream was reset")
-        service = self._services.get(protocol)
-        if service is None:
-            return Incompatible(f"{protocol} is not supported here")
-        with service.room.slot(peer) as entered:
-            if (
-                not entered
-                or len(data) > service.max_request_bytes
-                or not self._network.is_allowed(peer)
-            ):
-                return refused
-            try:
-                with trio.move_on_after(service.deadline):
-                    response = await service.handler(peer, data)
-                    return response if len(response) <= service.max_response_bytes else refused
-            except PeerError:
-                pass
-        return refused
-
-
-# ---- bulk ----------------------------------------------------------------------------------------
-
-
-class SimBulk:
-    """Manifests and chunks over the same links. Every chunk is verified as on a real network."""
-
-    def __init__(self, network: SimNetwork) -> None:
-        self._network = network
-        self.offers: dict[bytes, tuple[Any, frozenset[str] | None]] = {}
-
-    def offer(
-        self, transfer: bytes, source: Any, *, audience: Collection[str] | None = None
-    ) -> None:
-        self.offers[transfer] = source, None if audience is None else frozenset(audience)
-
-    def withdraw(self, transfer: bytes) -> None:
-        self.offers.pop(transfer, None)
-
-    def source(self, peer: str, transfer: bytes) -> Any:
-        """Return the source that `peer` may read. Raise Declined."""
-        source, audience = self.offers.get(transfer, (None, None))
-        if (
-            source is None
-            or (audience is not None and peer not in audience)
-            or not self._network.is_allowed(peer)
-        ):
-            raise Declined("unknown")
-        return source
-
-    async def manifest(
-        self,
-        peer: str,
-        transfer: bytes,
-        *,
-        deadline: float = BULK_SECONDS,
-        root: bytes | None = None,
-    ) -> Any:
-        def answer(other: SimBulk) -> tuple[Any, int]:
-            manifest = other.source(self._network.peer_id, transfer).manifest(transfer)
-            return manifest, len(manifest.hashes) + 64
-
-        manifest = await self._call(peer, deadline, answer)
-        if root is not None and bulk.root(manifest) != root:
-            raise BadMessage("bounds", "a manifest of another transfer")
-        return manifest
-
-    async def fetch(
-        self,
-        peer: str,
-        transfer: bytes,
-        manifest: Any,
-        sink: Any,
-        *,
-        deadline: float,
-    ) -> None:
-        until = trio.current_time() + deadline
-        own = self._network.peer_id
-        for index in sink.missing():
-            chunk = partial(
-                SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index
-            )
-            data = await self._call(peer, until - trio.current_time(), chunk)
-            view = sink.view(index)
-            if len(data) != len(view):
-                raise PeerError("wrong length of a chunk")
-            view[:] = data
-            if bulk.digest(view) != bulk.expected(manifest, index):
-                self._network.rejected(peer, "bulk_hash")
-                raise BadMessage("hash", f"chunk {index} does not match the manifest")
-            sink.accept(index)
-
-    def chunk(self, peer: str, transfer: bytes, manifest: Any, index: int) -> tuple[Any, int]:
-        """Return (bytes, their number)."""
-        source = self.source(peer, transfer)
-        if source.root != bulk.root(manifest):
-            raise Declined("unknown")
-        data = bytes(source.chunk(index))
-        return data, len(data)
-
-    def deadline(self, peer: str, count: int) -> float:
-        return BULK_SECONDS
-
-    async def _call(
-        self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]
-    ) -> Any:
-        network = self._network
-        number = network.medium.begin(Wait(network.peer_id, BULK, trio.current_time()))
-        try:
-            with trio.move_on_after(max(0.0, deadline)):
-                connection = network.connection(peer)
-                done, outcome = trio.Event(), collections.deque[Any]()
-
-                def finish(result: Any) -> None:
-                    outcome.append(result)
-                    done.set()
-
-                def at_other() -> None:
-                    other, size = connection.other, 0
-                    try:
-                        result, size = answer(other.bulk)
-                    except PeerError as error:
-                        result = error
-                    back = [
-                        e
-                        for e in other.connections.with_peer(network.peer_id)
-                        if isinstance(e, SimConnection) and e.link is connection.link
-                    ]
-                    if back:
-                        other.transmit(back[0], BULK, size, lambda: finish(result))
-
-                connection.link.on_close.append(lambda: finish(PeerError("the connection is gone")))
-                network.transmit(connection, BULK, 128, at_other)
-                ends = (network.peer_id, connection.other.peer_id)
-                connection.link.under_way.update(ends)
-                try:
-                    await done.wait()
-                finally:
-                    connection.link.under_way.subtract(ends)
-                if isinstance(outcome[0], PeerError):
-                    raise outcome[0]
-                return outcome[0]
-        finally:
-            del network.medium.waits[number]
-        raise PeerTimeout(f"{peer} sent nothing within {deadline:g} s")
 
 
 class NoStreams:

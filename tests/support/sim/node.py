@@ -18,7 +18,7 @@ from swarmnode.daemon.trainer_port import TrainerPort
 from swarmnode.link.messages import Welcome
 from swarmnode.observe.watch import TrainerWatch
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.budget import Meter
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules

@@ -1,5 +1,5 @@
-"""A swarm of simulated nodes, built and disturbed as a schedule says, and checked throughout. A
-simulation ends when the swarm is whole again."""
+"""A swarm of simulated nodes, built and disturbed by a schedule, and checked throughout. A
+simulation ends when all nodes are connected and train again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
 """Maximum number, and share, of made-up groups that a node trains on. Up to four of ten nodes make
 them up, and one in ten is not detected."""
 UNASKED_BYTES = 2**20
-NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
+NOWHERE = Foe("absent", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
 """An advertised address without a node."""
 
 

@@ -20,18 +20,17 @@ from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p import identity
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.budget import Meter
+from swarmnode.p2p.network import open_host
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.summaries import MAX_ROWS, Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.shelf import MOST_GROUPS
 from swarmnode.wire import codec, envelope, ids
-from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.envelope import Credentials, seal_summary
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import Summary, SummaryRequest
-from swarmnode.wire.signed import seal_summary
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.waiting import until
 

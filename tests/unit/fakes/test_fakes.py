@@ -1,5 +1,5 @@
-"""What the in-process scorer and the tiny policy promise; tests/unit/p2p/test_api.py has the
-in-memory network's promises."""
+"""The in-process scorer and the tiny policy behave like the real ones. tests/unit/p2p/test_api.py
+checks the in-memory network."""
 
 import sys
 
@@ -36,27 +36,27 @@ def words(tmp_path, monkeypatch):
     sys.modules.pop("words_of_a_test", None)
 
 
-async def test_it_judges_as_the_child_does(words):
+async def test_scores_equal_those_of_the_child(words):
     refs = [
         TaskRef(task, registry.task_version(task), 2**20, 5)
         for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)
     ]
-    told = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
+    results = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
     with Scorer() as scorer:
-        assert told == scorer.score_many([(ref, ANSWERS) for ref in refs])
+        assert results == scorer.score_many([(ref, ANSWERS) for ref in refs])
 
 
-async def test_what_it_cannot_score_is_an_error_in_its_place():
+async def test_failed_item_is_an_error_in_its_place():
     scorer = InProcessScorer(poison="bad")
     good = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
     unknown = TaskRef("builtin/none", "0", 0, 0)
-    told = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
-    assert [type(one) for one in told[1:]] == [TaskUnknown, ScorerFailed]
-    assert told[0].prompt
+    results = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
+    assert [type(one) for one in results[1:]] == [TaskUnknown, ScorerFailed]
+    assert results[0].prompt
     assert scorer.calls == 1
 
 
-def test_equal_arguments_make_equal_policies_and_another_seed_another(tmp_path):
+def test_equal_arguments_make_equal_policies(tmp_path):
     one, other = (
         load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), devices="cpu"))
         for name in "ab"

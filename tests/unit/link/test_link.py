@@ -78,7 +78,7 @@ async def test_messages_arrive_in_order(data_dir):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
+async def test_draw_does_not_block_the_step(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, Recorder()).run)
         with Link(data_dir, lambda: HELLO) as link:
@@ -89,8 +89,8 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
         nursery.cancel_scope.cancel()
 
 
-async def test_what_concerns_a_crew_goes_both_ways(data_dir):
-    recorder, told = Recorder(), []
+async def test_crew_messages_go_both_ways(data_dir):
+    recorder, received = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
         Capacity(2e9, 1e12),
@@ -100,7 +100,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
-        with Link(data_dir, lambda: HELLO, stages=told.append) as link:
+        with Link(data_dir, lambda: HELLO, stages=received.append) as link:
             await trio.to_thread.run_sync(link.welcome, 30.0)
             link.send(offering)
             link.send(status)
@@ -112,17 +112,17 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             )
             for message in (assigned, CrewStart(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
-            await until(lambda: len(told) == 3)
-            assert told == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
+            await until(lambda: len(received) == 3)
+            assert received == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
 
-async def test_the_network_process_restarts_and_nothing_queued_is_lost(data_dir):
+async def test_network_restart_loses_no_queued_message(data_dir):
     recorder = Recorder()
     with Link(data_dir, lambda: HELLO) as link:
         link.send(Report(phase="training", step=1))
         link.request_external(4, 0, 2)
-        assert link.take_external(5.0) == []  # nobody there: returns at once, does not wait 5 s
+        assert link.take_external(5.0) == []  # not connected: returns at once
         async with trio.open_nursery() as nursery:
             await nursery.start(LinkServer(data_dir, recorder).run)
             await until(lambda: recorder.reports() == [1])

@@ -17,9 +17,9 @@ from swarmnode.observe.collector import LABEL_VALUE, MAX_SERIES, make_registry, 
 from swarmnode.observe.metrics import METRICS, Metric
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
+from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.streams import StreamStatistics
-from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import trio
+
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.admission import Admission, PeerScores
+from swarmnode.p2p.connection_manager import Admission
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.gater import HandshakePeer
-from swarmnode.p2p.reputation import BAN, Reputation
+from swarmnode.p2p.reputation import BAN, PeerScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ def candidate(
 def admission(
     max_connections: int = 40, members: set[str] | None = None, arrived=lambda peer: None
 ) -> tuple[Admission, ConnectionTable, PeerScores]:
-    table, scores = ConnectionTable(), PeerScores(Reputation())
+    table, scores = ConnectionTable(), PeerScores()
     return Admission("own", table, scores, max_connections, members, arrived), table, scores
 
 
@@ -48,10 +50,10 @@ async def test_one_network_prefix_gets_a_quarter_of_the_connections():
     assert rule.admits(candidate("other", "9.9.8.1"))
     assert rule.admits(
         candidate("x30", "9.9.9.30", inbound=False)
-    )  # whom we dial is our own choice
+    )  # outbound connections are exempt
 
 
-async def test_this_machine_is_no_prefix():
+async def test_loopback_has_no_prefix():
     rule, table, _ = admission(max_connections=16)
     for index in range(10):
         assert rule.admits(candidate(f"x{index}", "127.0.0.1"))
@@ -66,8 +68,8 @@ async def test_relayed_peers_count_towards_their_relay():
     assert not rule.admits(candidate("y", relay="relay"))
     assert rule.admits(candidate("y", relay="another"))
     assert rule.admits(candidate("y", "5.5.5.5"))  # the relay's own address is not theirs
-    scores.rejected("x0", "test", cost=-BAN)
-    assert scores.score("x5") == 0.0  # and so its bans are nobody else's
+    scores.reputation.rejected("x0", "test", trio.current_time(), -BAN)
+    assert scores.score("x5") == 0.0  # loopback peers share no prefix
 
 
 async def test_self_banned_and_non_members_are_refused():
@@ -75,12 +77,12 @@ async def test_self_banned_and_non_members_are_refused():
     assert rule.admits(candidate("a", "9.9.9.9"))
     assert not rule.admits(candidate("stranger", "9.9.9.9"))
     assert not rule.admits(candidate("own", "9.9.9.9"))
-    scores.rejected("b", "test", cost=-BAN)
+    scores.reputation.rejected("b", "test", trio.current_time(), -BAN)
     assert not rule.admits(candidate("b", "9.9.9.9"))
     assert not rule.admits(candidate("b", "9.9.9.9", inbound=False))
 
 
-async def test_only_who_comes_directly_has_arrived():
+async def test_only_direct_inbound_peers_count_as_arrived():
     arrived = []
     rule, _, _ = admission(members={"a", "b", "c"}, arrived=arrived.append)
     assert rule.admits(candidate("a", "9.9.9.9"))

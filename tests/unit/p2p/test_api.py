@@ -12,7 +12,7 @@ from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
 from tests.support.hosts import hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 PROTOCOL = "/test/api/1"
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
@@ -35,6 +35,12 @@ async def on_loopback(directory):
 def pair(request, tmp_path):
     """Open two connected networks."""
     return request.param(tmp_path)
+
+
+@pytest.fixture
+def hosts_pair(tmp_path):
+    """Open two connected hosts, which have streams."""
+    return on_loopback(tmp_path)
 
 
 async def echo(peer: str, data: bytes) -> bytes:
@@ -67,26 +73,26 @@ async def test_last_received_is_the_time_of_the_last_bytes(pair):
         assert one.last_received("12D3KooWNobody") is None
 
 
-async def test_two_networks_know_of_each_other(pair):
+async def test_connected_networks_list_each_other(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await one.wait_connected()
-            await other.wait_connected()
+            await wait_connected(one)
+            await wait_connected(other)
         assert one.connected() == [other.peer_id]
         assert other.connected() == [one.peer_id]
 
 
-async def test_a_connection_that_ends_is_a_change(pair):
+async def test_closed_connection_is_a_change(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await other.wait_connected()
+            await wait_connected(other)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.changed)
                 await trio.testing.wait_all_tasks_blocked(0.01)
                 one.disconnect(other.peer_id)
 
 
-async def test_a_peer_that_is_nowhere_cannot_be_dialled(pair):
+async def test_dial_without_listener_raises_peer_error(pair):
     async with pair as (one, _):
         with pytest.raises(PeerError):
             await one.dial(
@@ -149,60 +155,60 @@ async def test_concurrent_requests_are_limited(pair):
             await ask(one, other.peer_id)
 
 
-async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
+async def test_a_stream_carries_both_ways_and_ends_in_order(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await ours.send(b"there")
+        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await local.send(b"there")
         await until(lambda: arrived)
-        (theirs,) = arrived
-        assert (ours.peer, theirs.peer) == (other.peer_id, one.peer_id)
-        assert await theirs.receive() == b"there"
-        theirs.unread(b"re")
-        assert await theirs.receive() == b"re"
-        await theirs.send(b"back")
-        assert await ours.receive() == b"back"
-        ours.finish()
-        assert await theirs.receive() == b""
+        (remote,) = arrived
+        assert (local.peer, remote.peer) == (other.peer_id, one.peer_id)
+        assert await remote.receive() == b"there"
+        remote.unread(b"re")
+        assert await remote.receive() == b"re"
+        await remote.send(b"back")
+        assert await local.receive() == b"back"
+        local.finish()
+        assert await remote.receive() == b""
         with pytest.raises(ValueError, match="after the end"):
-            await ours.send(b"more")
-        theirs.finish()
-        assert await ours.receive() == b""
+            await local.send(b"more")
+        remote.finish()
+        assert await local.receive() == b""
         with trio.fail_after(10):
-            await ours.closed.wait()
-            await theirs.closed.wait()
-        assert (ours.sent, ours.received, theirs.sent, theirs.received) == (5, 4, 4, 5)
-        assert not ours.broken.is_set()
-        assert not theirs.broken.is_set()
+            await local.closed.wait()
+            await remote.closed.wait()
+        assert (local.sent, local.received, remote.sent, remote.received) == (5, 4, 4, 5)
+        assert not local.broken.is_set()
+        assert not remote.broken.is_set()
 
 
-async def test_reset_breaks_a_stream_at_both_ends(pair):
+async def test_reset_breaks_a_stream_at_both_ends(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await ours.send(b"x")
+        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await local.send(b"x")
         await until(lambda: arrived)
         assert await arrived[0].receive() == b"x"
-        ours.reset("for a test")
+        local.reset("for a test")
         with pytest.raises(PeerError, match="for a test"):
-            await ours.receive()
+            await local.receive()
         with trio.fail_after(10):
             await arrived[0].broken.wait()
         with pytest.raises(PeerError):
             await arrived[0].receive()
         with pytest.raises(PeerError):
-            await ours.send(b"x")
+            await local.send(b"x")
 
 
-async def test_excess_and_unknown_streams_are_refused(pair):
+async def test_excess_and_unknown_streams_are_refused(hosts_pair):
     arrived = []
-    async with pair as (one, other):
+    async with hosts_pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
         await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).send(b"x")
         await until(lambda: arrived)
-        with pytest.raises(PeerError):  # either of the two sees it, whichever comes later
+        with pytest.raises(PeerError):  # raised by open or by receive
             await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).receive()
         with pytest.raises(PeerError):
             await one.streams.open(other.peer_id, "/test/nobody/1", deadline=5)
@@ -212,7 +218,7 @@ async def test_excess_and_unknown_streams_are_refused(pair):
             )
 
 
-async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
+async def test_offer_is_fetched_by_its_audience_only(pair):
     source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4096)
     async with pair as (one, other):
         with pytest.raises(Declined, match="unknown"):
@@ -260,7 +266,7 @@ async def test_wrong_bulk_bytes_cost_score(pair):
 async def test_rejected_peer_is_ignored_then_disconnected(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
-            await other.wait_connected()
+            await wait_connected(other)
         other.requests.serve(PROTOCOL, echo, **LIMITS)
         other.accepted(one.peer_id)
         assert other.score(one.peer_id) > 0

@@ -12,11 +12,8 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import (
     AUTONAT,
-    MAX_PAUSES,
     MAX_VOTES,
-    PAUSE_SECONDS,
     VOTE_SECONDS,
-    DialBackLimiter,
     Votes,
 )
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
@@ -33,7 +30,7 @@ def listens_at(network, port):
     network.nat.reach.ports = [port]
 
 
-async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
+async def test_dialled_back_node_is_public(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
         listens_at(a, port_of(a))
         await a.nat.reach.check(b.peer_id)
@@ -76,7 +73,7 @@ async def test_another_peer_at_the_port_is_unreachable(tmp_path):
         assert a.nat.reach.verdict == "private"
 
 
-async def test_ok_without_arrival_is_not_believed(tmp_path):
+async def test_ok_without_arrival_does_not_count(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def lie(stream, request):
@@ -97,12 +94,12 @@ async def test_only_the_observed_address_is_dialled_back(tmp_path):
             return False
 
         b.nat.dial_back.reaches = reaches
-        told = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
+        reported = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
 
         async def ask(stream):
             info = pb.Message.PeerInfo(
                 id=ID.from_string(a.peer_id).to_bytes(),
-                addrs=[Multiaddr(each).to_bytes() for each in told],
+                addrs=[Multiaddr(each).to_bytes() for each in reported],
             )
             await write_message(
                 stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
@@ -130,7 +127,7 @@ async def test_dial_back_needs_a_direct_connection(tmp_path):
 @pytest.mark.parametrize(
     "garbage", [b"\x00", b"\x02\x08\x00", b"\x05\xff\xff\xff\xff\xff", b"\x80\x80\x80\x80\x01"]
 )
-async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
+async def test_garbage_is_answered_or_reset(tmp_path, garbage):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def talk(stream):
@@ -186,26 +183,15 @@ def test_votes_age_and_are_bounded():
     assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
 
 
-def test_dial_backs_per_address_are_rare():
-    pauses = DialBackLimiter()
-    assert pauses.allow("5.5.5.5", 0.0)
-    assert pauses.allow("5.5.5.6", 0.0)
-    assert not pauses.allow("5.5.5.5", PAUSE_SECONDS - 0.1)
-    assert pauses.allow("5.5.5.5", PAUSE_SECONDS)
-    for number in range(2 * MAX_PAUSES):
-        pauses.allow(str(number), 0.0)
-    assert len(pauses._until) == MAX_PAUSES
-
-
 async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
-    """Reproduces the reason for our own implementation. If it fails, upstream dials; update
-    docs/py-libp2p.md."""
+    """Reproduces the defect that autonat.py works around. If it fails, upstream dials: update
+    docs/networking.md."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler
 
         async def ask(stream):
-            told = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
-            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=told)
+            reported = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
+            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=reported)
             await write_message(
                 stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
             )

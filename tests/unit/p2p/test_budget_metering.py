@@ -6,10 +6,8 @@ import trio
 import trio.testing
 
 from swarmnode.config import NetworkConfig
-from swarmnode.p2p import metering
-from swarmnode.p2p.budget import Month
-from swarmnode.p2p.metering import FILE, Meter, load
-from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.p2p import budget
+from swarmnode.p2p.budget import BUDGET_FILE, Meter, Month, TrafficStatistics, load_month
 from tests.support.waiting import until
 
 
@@ -32,7 +30,7 @@ async def test_month_total_survives_a_restart(tmp_path, autojump_clock):
         await trio.testing.wait_all_tasks_blocked()
         traffic.sent, traffic.received = 70, 30
         nursery.cancel_scope.cancel()
-    assert load(tmp_path / FILE) == Month(time.strftime("%Y-%m"), 70, 30)
+    assert load_month(tmp_path / BUDGET_FILE) == Month(time.strftime("%Y-%m"), 70, 30)
     second = meter(tmp_path, Traffic(), monthly_bytes=100)
     assert not second.has_room("fetch")
     assert not second.allows("publish")
@@ -44,15 +42,15 @@ async def test_the_total_is_saved_while_it_runs(tmp_path, autojump_clock):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(meter(tmp_path, traffic).run)
         await trio.sleep(61)
-        await until((tmp_path / FILE).exists)
-        saved = load(tmp_path / FILE)
+        await until((tmp_path / BUDGET_FILE).exists)
+        saved = load_month(tmp_path / BUDGET_FILE)
         nursery.cancel_scope.cancel()
     assert saved is not None
     assert saved.sent == 5
 
 
-def test_a_damaged_total_is_no_reason_not_to_start(tmp_path):
-    (tmp_path / FILE).write_bytes(b'{"month": 7')
+def test_damaged_total_starts_at_zero(tmp_path):
+    (tmp_path / BUDGET_FILE).write_bytes(b'{"month": 7')
     assert meter(tmp_path, Traffic(), monthly_bytes=100).has_room("fetch")
 
 
@@ -62,7 +60,7 @@ async def test_full_disk_loses_the_total_only(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     m = meter(tmp_path / "file", traffic)  # no directory, and none can be made
     errors = []
-    monkeypatch.setattr(metering.log, "error", lambda *args: errors.append(args[0]))
+    monkeypatch.setattr(budget.log, "error", lambda *args: errors.append(args[0]))
     with trio.move_on_after(0.01):
         await m.run()
     assert ["cannot save" in text for text in errors] == [True]

@@ -43,7 +43,7 @@ def test_clock_changes_never_overfill_the_bucket():
     assert bucket.level(1e9) == bucket.capacity
 
 
-def test_debt_has_a_bottom():
+def test_debt_is_bounded():
     bucket = TokenBucket(1000.0, 0.0)
     bucket.charge(10**9, 0.0)
     assert bucket.level(0.0) == -DEBT_SECONDS * 1000
@@ -59,7 +59,7 @@ def test_without_caps_everything_is_allowed():
     assert all(b.allows(choice, NOON) for choice in CHOICES)
 
 
-def test_upload_debt_stops_what_is_sent_and_nothing_else():
+def test_upload_debt_stops_only_uploads():
     b = budget(upload_bytes_per_second=100_000)
     b.observe(2_000_000, 0, NOON)
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["fetch"]
@@ -73,7 +73,7 @@ def test_upload_debt_stops_what_is_sent_and_nothing_else():
     assert b.allows("publish", NOON + 11)
 
 
-def test_download_debt_stops_fetching_and_nothing_else():
+def test_download_debt_stops_only_fetching():
     b = budget(download_bytes_per_second=100_000)
     b.observe(0, 1_000_001, NOON)  # the bucket holds ten seconds: 1,000,000
     assert [c for c in CHOICES if not b.allows(c, NOON)] == ["fetch"]
@@ -109,7 +109,7 @@ def test_restart_continues_the_months_total():
     assert not b.has_room("fetch", NOON)
 
 
-def test_a_saved_total_of_another_month_counts_no_more():
+def test_total_of_another_month_is_ignored():
     assert budget(month=Month("2026-08", 5000, 0), monthly_bytes=1000).has_room("fetch", NOON)
 
 
@@ -143,7 +143,7 @@ def test_invalid_quiet_hours_are_a_configuration_error(text):
         settings.load(None, {}, [f'node.quiet_hours="{text}"'])
 
 
-def test_who_only_waits_is_not_counted_as_refused():
+def test_waiting_transfer_is_not_counted_as_refused():
     b = budget(upload_bytes_per_second=1000)
     assert b.has_room("serve", NOON)
     b.observe(10**7, 0, NOON)

@@ -9,7 +9,7 @@ import trio
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20
@@ -36,7 +36,7 @@ async def fetch(client, server, sink: MemorySink, deadline: float = 20.0) -> Non
     ("size", "chunk_bytes"),
     [(1, 4 * KIB), (4 * KIB, 4 * KIB), (50 * KIB + 1, 4 * KIB), (2 * MIB + 7, MIB)],
 )
-async def test_what_is_offered_arrives_byte_for_byte(tmp_path, size, chunk_bytes):
+async def test_offered_bytes_arrive_unchanged(tmp_path, size, chunk_bytes):
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, size, chunk_bytes)
         manifest = await client.bulk.manifest(server.peer_id, TRANSFER, root=source.root)
@@ -50,7 +50,7 @@ async def test_what_is_offered_arrives_byte_for_byte(tmp_path, size, chunk_bytes
         )
 
 
-async def test_only_missing_chunks_travel(tmp_path):
+async def test_only_missing_chunks_are_sent(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 64 * KIB)
         for index in (0, 3, 4, 15):
@@ -59,7 +59,7 @@ async def test_only_missing_chunks_travel(tmp_path):
         await fetch(client, server, sink)
         assert same(source, sink)
         assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
-        await fetch(client, server, sink)  # nothing is missing: nobody is asked
+        await fetch(client, server, sink)  # nothing is missing: no request
         assert client.bulk.statistics().fetched == {"ok": 1}
 
 
@@ -95,7 +95,7 @@ async def test_cancelled_fetch_keeps_the_connection(tmp_path):
             before = bytes(sink.data)
             await trio.sleep(0.02)
             assert bytes(sink.data) == before
-            # it may be told a little later, and until then is busy with us
+            # the server notices the end a little later and is busy until then
             await until(lambda: server.bulk.statistics().serving == 0)
         await fetch(client, server, sink)
         assert same(source, sink)
@@ -106,7 +106,7 @@ async def test_cancelled_fetch_keeps_the_connection(tmp_path):
         )
 
 
-async def test_a_withdrawal_ends_what_is_under_way(tmp_path):
+async def test_withdrawal_ends_running_uploads(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 32 * MIB, MIB)
         async with trio.open_nursery() as nursery:
@@ -127,7 +127,7 @@ async def _expect_failure(client, server, sink) -> None:
         await fetch(client, server, sink)
 
 
-async def test_fetches_from_one_peer_take_turns_within_their_deadlines(tmp_path):
+async def test_fetches_from_one_peer_run_in_turn(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, 4 * MIB, MIB)
         sinks = [MemorySink(source.manifest(TRANSFER), limit=4 * MIB) for _ in range(4)]
@@ -193,7 +193,7 @@ async def test_closing_a_host_ends_its_fetches(tmp_path):
 
         async with trio.open_nursery() as nursery:
             async with host(tmp_path / "client", initial_peers=server.listen_addrs) as client:
-                await client.wait_connected()
+                await wait_connected(client)
                 nursery.start_soon(attempt, client)
                 await until(lambda: server.bulk.statistics().serving == 1, interval=0.001)
         assert failed

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.errors import BadMessage, PeerError, Unavailable
-from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, fetching, serving
-from swarmnode.p2p.bulk.fetching import BandwidthEstimates
+from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, service, serving
+from swarmnode.p2p.bulk.service import BandwidthEstimates
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import bulk, codec
 from swarmnode.wire.messages import BulkManifest, BulkRequest
@@ -18,7 +18,7 @@ TRANSFER = b"t" * 32
 
 
 @given(st.integers(1, 70), st.data())
-def test_wanted_bits_come_back_as_they_were(chunks, data):
+def test_wanted_bits_round_trip(chunks, data):
     indices = sorted(data.draw(st.sets(st.integers(0, chunks - 1))))
     assert bulk.unpack_wanted(bulk.pack_wanted(indices, chunks), chunks) == indices
 
@@ -27,7 +27,7 @@ def test_wanted_bits_come_back_as_they_were(chunks, data):
     ("wanted", "chunks"),
     [(b"\x01", 9), (b"\x01\x00", 8), (b"\x08", 3), (b"\x01\x80", 15), (b"", 1)],
 )
-def test_bits_that_do_not_fit_the_chunks_are_refused(wanted, chunks):
+def test_wrong_number_of_bits_is_refused(wanted, chunks):
     with pytest.raises(BadMessage, match="bounds"):
         bulk.unpack_wanted(wanted, chunks)
 
@@ -60,7 +60,7 @@ def test_source_hashes_every_chunk(tmp_path):
 @pytest.mark.parametrize(
     ("size", "chunk"), [(0, 4096), (1, 4095), (1, 2**20 + 1), (4096 * 32_768 + 1, 4096)]
 )
-def test_a_source_that_no_manifest_can_describe_is_refused(size, chunk):
+def test_empty_or_oversized_source_is_refused(size, chunk):
     with pytest.raises(ValueError):
         BulkSource(bytes(size), chunk_bytes=chunk)
 
@@ -77,7 +77,7 @@ def test_oversized_manifest_is_refused_before_allocation(tmp_path):
 @pytest.mark.parametrize(
     "fields", [{"hashes": bytes(32)}, {"size": 0}, {"chunk_bytes": 1}, {"size": 2**63}]
 )
-def test_a_manifest_that_contradicts_itself_makes_no_sink(fields):
+def test_inconsistent_manifest_makes_no_sink(fields):
     with pytest.raises(BadMessage, match="bounds"):
         MemorySink(
             BulkManifest(
@@ -121,23 +121,23 @@ def test_unwritable_file_is_a_local_error(tmp_path):
         BulkSource.from_file(tmp_path / "none")
 
 
-def test_a_deadline_follows_what_was_measured():
+def test_deadline_follows_measured_bandwidth():
     measured = BandwidthEstimates()
     assert measured.deadline("A", 2_000_000) == pytest.approx(
-        2_000_000 / fetching.DEFAULT_BANDWIDTH * 3 + 2
+        2_000_000 / service.DEFAULT_BANDWIDTH * 3 + 2
     )
     measured.observe("A", 10_000_000, 1.0)
     assert measured.deadline("A", 10_000_000) == pytest.approx(5.0)
     measured.observe("A", 10_000_000, 10.0)  # 1 MB/s enters with its weight
-    assert measured.estimate("A") == pytest.approx(10e6 + fetching.NEWEST_WEIGHT * (1e6 - 10e6))
+    assert measured.estimate("A") == pytest.approx(10e6 + service.NEWEST_WEIGHT * (1e6 - 10e6))
 
 
 def test_bandwidth_estimates_are_bounded():
     measured = BandwidthEstimates()
     measured.observe("fast", 10**9, 1.0)
-    assert measured.estimate("stranger") == fetching.DEFAULT_BANDWIDTH
+    assert measured.estimate("stranger") == service.DEFAULT_BANDWIDTH
     measured.observe("slow", 10**6, 10_000.0)
-    assert measured.estimate("slow") == fetching.MIN_BANDWIDTH
+    assert measured.estimate("slow") == service.MIN_BANDWIDTH
     measured.observe("tiny", 1000, 10.0)
     assert "tiny" not in measured.snapshot()
 
@@ -152,9 +152,9 @@ def test_slow_peers_do_not_set_default_deadlines():
     assert measured.estimate("stranger") == 500_000, "three of five are hostile"
 
 
-def test_only_so_many_peers_are_remembered():
+def test_estimates_keep_the_latest_peers():
     measured = BandwidthEstimates()
-    for number in range(fetching.BANDWIDTH_PEERS + 5):
+    for number in range(service.BANDWIDTH_PEERS + 5):
         measured.observe(str(number), 10**6, 1.0)
     assert next(iter(measured.snapshot())) == "5"
 
@@ -180,7 +180,7 @@ def test_peer_gets_and_returns_its_upload_slots():
     assert isinstance(begin(served, "A"), serving.Upload)
 
 
-def test_strangers_cannot_take_the_slots_of_partners():
+def test_public_uploads_leave_slots_for_partners():
     served = slots()
     partner = b"p" * 32
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
@@ -197,13 +197,13 @@ def test_slow_public_upload_yields_its_slot():
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     held = [begin(served, f"holder {number}") for number in range(serving.PUBLIC_UPLOADS)]
     now = serving.SETTLED_SECONDS - 1
-    assert begin(served, "newcomer") == "busy", "nobody is slow yet"
+    assert begin(served, "newcomer") == "busy", "no upload is slow yet"
     now = 3600.0
     for number, upload in enumerate(held):
         upload.sent = int(
             (1.5 - 0.5 * number) * serving.YIELD_BANDWIDTH * now
         )  # the last two are slow
-    assert begin(served, "holder 0") == "busy", "who has one gets no other one's"
+    assert begin(served, "holder 0") == "busy", "a peer with a slot gets no second one"
     assert [
         isinstance(begin(served, f"newcomer {number}"), serving.Upload) for number in range(3)
     ] == [True, True, False]
@@ -229,7 +229,7 @@ def test_other_root_is_unknown_and_budget_refuses():
     assert begin(served, "A") == "busy"
 
 
-def test_withdrawing_ends_what_is_under_way():
+def test_withdrawal_ends_its_uploads():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     upload = begin(served, "A")
@@ -273,7 +273,7 @@ class SlowReader:
     ("rate", "outcome", "seconds"),
     [(70 * KIB, "ok", 8 * 1024 / 70), (40 * KIB, "stalled", 30 + 128), (KIB, "stalled", 30)],
 )
-async def test_a_peer_that_reads_too_slowly_loses_its_slot(autojump_clock, rate, outcome, seconds):
+async def test_slow_reader_loses_its_slot(autojump_clock, rate, outcome, seconds):
     """At 40 KiB/s every chunk moves within STALL_SECONDS, but the whole takes too long."""
     served = serving.BulkServer(lambda peer: True)
     source = BulkSource(bytes(8 * 2**20), chunk_bytes=2**20)

@@ -6,8 +6,8 @@ import random
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p import dialer
-from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p import connection_manager
+from swarmnode.p2p.connection_manager import Dialer
 from swarmnode.p2p.peers import PeerTable
 
 
@@ -62,7 +62,7 @@ async def test_dead_bootstrap_is_retried_with_one_warning(autojump_clock, nurser
     nursery.cancel_scope.cancel()
 
 
-async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery, caplog):
+async def test_unreachable_strangers_are_not_logged(autojump_clock, nursery, caplog):
     table, _, loop = make()
     for index in range(30):
         table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "exchange", trio.current_time())
@@ -79,7 +79,7 @@ async def test_hanging_dial_ends_at_its_deadline(autojump_clock, nursery):
         table.add("b", f"/ip4/20.0.0.1/tcp/{port}", "bootstrap", trio.current_time())
     start = trio.current_time()
     nursery.start_soon(loop.run)
-    await trio.sleep(dialer.DIAL_SECONDS + 1)
+    await trio.sleep(connection_manager.DIAL_SECONDS + 1)
     assert [(round(at - start), address[-1]) for at, _, address in world.dials] == [
         (0, "1"),
         (10, "2"),
@@ -94,12 +94,12 @@ async def test_concurrent_dials_are_limited(autojump_clock, nursery):
         table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "mdns", trio.current_time())
     nursery.start_soon(loop.run)
     await trio.sleep(9.0)
-    assert world.most <= dialer.CONCURRENT
+    assert world.most <= connection_manager.MAX_CONCURRENT_DIALS
     assert len(table.connected()) >= 30
     nursery.cancel_scope.cancel()
 
 
-async def test_news_are_acted_on_at_once(autojump_clock, nursery):
+async def test_wake_dials_at_once(autojump_clock, nursery):
     table, world, loop = make()
     nursery.start_soon(loop.run)
     await trio.sleep(1.0)
@@ -111,7 +111,7 @@ async def test_news_are_acted_on_at_once(autojump_clock, nursery):
     nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery):
+async def test_connected_peer_is_not_dialled(autojump_clock, nursery):
     table = PeerTable("own", 4, random.Random(0))
 
     async def connect(peer: str, address: str) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 
 from tests.support.hosts import host
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 
 async def test_chain_of_nodes_becomes_a_full_mesh(tmp_path):
@@ -15,7 +15,7 @@ async def test_chain_of_nodes_becomes_a_full_mesh(tmp_path):
                     host(tmp_path / str(number), initial_peers=chain[-1].listen_addrs)
                 )
             )
-            await chain[-1].wait_connected(1)
+            await wait_connected(chain[-1], 1)
         await until(lambda: all(len(each.connected()) == 5 for each in chain))
 
 

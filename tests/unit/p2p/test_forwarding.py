@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from swarmnode.p2p import gateway
-from swarmnode.p2p.forwarding import ExternalView, Forwarding
+from swarmnode.p2p.gateway import ExternalView, Forwarding
 from tests.support.router import Router
 
 HOUR = 3600.0
@@ -25,7 +25,7 @@ class Home:
     async def ask(self, port):
         self.asked_at.append(trio.current_time())
         answers = [gateway.Gateway()]
-        with suppress(Exception):  # the library's, of a refusal; the process that asks ends by it
+        with suppress(Exception):  # a refusal ends the querying process
             answers.extend(gateway.query(port, self.router.url))
         return answers[-1]
 
@@ -45,7 +45,7 @@ async def home(outside="8.8.8.8", refuses=False):
             nursery.cancel_scope.cancel()
 
 
-async def test_a_mapping_is_renewed_well_before_it_ends(autojump_clock):
+async def test_mapping_is_renewed_before_it_expires(autojump_clock):
     async with home() as node:
         await trio.sleep(4 * HOUR)
         gaps = [
@@ -61,7 +61,7 @@ async def test_restarted_router_is_asked_again(autojump_clock):
     async with home() as node:
         await trio.sleep(HOUR + 100)
         node.router.mappings.clear()
-        node.seen = ExternalView("8.8.8.8", private=True)  # it has forgotten, and peers say so
+        node.seen = ExternalView("8.8.8.8", private=True)  # the mapping is lost, and peers notice
         await trio.sleep(330)
         assert len(node.router.mappings) == 1
         assert node.checks == 2
@@ -80,7 +80,7 @@ async def test_new_public_address_is_mapped_at_once(
         assert len(node.router.mappings) == 2
 
 
-async def test_who_can_be_dialled_asks_no_router(autojump_clock):
+async def test_reachable_node_asks_no_router(autojump_clock):
     async with home() as node:
         node.seen = ExternalView("8.8.8.8", private=False)
         await trio.sleep(HOUR)

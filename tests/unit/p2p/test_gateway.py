@@ -28,7 +28,7 @@ def test_router_forwards_a_port_for_an_hour():
         "TCP",
     )
     assert mapping["NewLeaseDuration"] == "3600"
-    assert mapping["NewInternalClient"] == "127.0.0.1", "this machine, and nobody else"
+    assert mapping["NewInternalClient"] == "127.0.0.1", "only to this machine"
 
 
 def test_refusing_router_still_reports_its_address():
@@ -59,7 +59,7 @@ def test_missing_router_gives_an_empty_answer():
         ("nonsense", "", "none"),
     ],
 )
-def test_what_an_outside_address_means(outside, observed, kind):
+def test_outside_addresses_are_classified(outside, observed, kind):
     assert classify_address(outside, observed) == kind
 
 

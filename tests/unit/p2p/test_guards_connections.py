@@ -28,7 +28,7 @@ async def visits(host, count, seconds):
 
 
 @pytest.mark.slow
-async def test_four_hundred_connections_one_after_another_are_all_served():
+async def test_four_hundred_sequential_connections_are_served():
     with processes(stock(), guarded()) as (leaky, tidy):
         counts = {}
 
@@ -96,7 +96,7 @@ async def test_garbage_costs_only_a_socket():
         assert await host.serves()
 
 
-async def test_long_identify_messages_are_not_remembered():
+async def test_long_identify_messages_are_refused():
     async def push(host):
         before = host.rss()
         async with attacker.connect(host.address) as peer:
@@ -139,7 +139,7 @@ async def test_handler_exception_does_not_block_other_streams():
 
 
 async def test_a_stream_ends_with_its_handler():
-    async def told(host, seconds):
+    async def notified(host, seconds):
         async with attacker.connect(host.address) as peer:
             stream = await peer.open("/test/leave/1")
             await stream.send(b"x")
@@ -148,13 +148,13 @@ async def test_a_stream_ends_with_its_handler():
             return stream.ended
 
     with processes(stock(), guarded()) as (forgetful, tidy):
-        assert not await told(forgetful, 2), (
+        assert not await notified(forgetful, 2), (
             "upstream fixed this: remove guard handler_failed (close)"
         )
-        assert await told(tidy, 60)
+        assert await notified(tidy, 60)
 
 
-async def test_streams_that_the_peer_never_closes_are_forgotten():
+async def test_half_closed_streams_are_swept():
     with processes(
         stock(sweep=0.5), guarded(sweep=0.5, limits={"inbox.ABANDONED_SECONDS": 0.2})
     ) as (hoarder, tidy):
@@ -190,7 +190,7 @@ async def test_exhausted_outbound_streams_raise():
         assert await target.serves()
 
 
-async def test_cancelled_dials_of_a_stream_give_their_slot_back():
+async def test_cancelled_stream_open_releases_its_slot():
     with processes(stock(), guarded(), guarded()) as (loses, keeps, target):
         to = {"address": target.address, "peer": target.peer, "times": 100}
         try:
@@ -218,7 +218,7 @@ async def test_a_port_belongs_to_one_process():
         assert await guarded_one.serves()
 
 
-async def test_a_peer_that_comes_back_can_be_dialled():
+async def test_restarted_peer_can_be_dialled():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -245,7 +245,7 @@ async def fail_to_dial(host, port):
 PEER_OF_SEED_7 = "12D3KooWRawPbxPtP1eZaJpumGnyWX2DcUyd3RQnydr3eAto4Az7"
 
 
-async def test_a_host_that_stops_leaves_no_sockets_behind():
+async def test_stopped_host_leaves_no_sockets():
     with processes(guarded(), guarded(), stock()) as (target, tidy, leaky):
         before = leaky.sockets(), tidy.sockets()
         async with trio.open_nursery() as nursery:

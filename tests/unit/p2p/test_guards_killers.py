@@ -30,7 +30,7 @@ KILLERS = {
 
 
 @pytest.mark.parametrize("guard", KILLERS)
-async def test_a_killer_of_stock_hosts_is_survived(guard):
+async def test_attack_on_stock_hosts_is_survived(guard):
     attack = KILLERS[guard]
     with processes(stock(), guarded()) as (victim, survivor):
         with contextlib.suppress(Exception):
@@ -79,7 +79,7 @@ async def test_unsupported_protocol_streams_are_harmless():
         assert (await host.ask("stat"))["streams"] == 0
 
 
-async def test_a_guarded_host_speaks_neither_mplex_nor_plaintext():
+async def test_guarded_host_offers_neither_mplex_nor_plaintext():
     with processes(stock(), guarded()) as (open_minded, strict):
         assert await speaks(open_minded.address, "/plaintext/2.0.0"), (
             "upstream fixed this: remove guard noise_only"

@@ -33,8 +33,8 @@ async def sessions(most: int = 2**20, *, stock: bool = False):
     `stock`."""
     keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, 2)]
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    ours = await trio.testing.open_stream_to_socket_listener(listeners[0])
-    theirs = await listeners[0].accept()
+    local = await trio.testing.open_stream_to_socket_listener(listeners[0])
+    remote = await listeners[0].accept()
     await listeners[0].aclose()
     dialler = guards.noise_only(keys[0])[PROTOCOL_ID]
     listener = guards.noise_only(keys[1])[PROTOCOL_ID]
@@ -42,27 +42,27 @@ async def sessions(most: int = 2**20, *, stock: bool = False):
 
     async def inbound() -> None:
         secure = Transport.secure_inbound if stock else type(listener).secure_inbound
-        done.append(await secure(listener, Dribble(theirs, False, most)))
+        done.append(await secure(listener, Dribble(remote, False, most)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(inbound)
         outbound = await dialler.secure_outbound(
-            Dribble(ours, True, most), ID.from_pubkey(keys[1].public_key)
+            Dribble(local, True, most), ID.from_pubkey(keys[1].public_key)
         )
     return outbound, done[0]
 
 
-async def test_sessions_on_sockets_are_those_in_bulk():
-    ours, theirs = await sessions()
-    assert isinstance(ours.read.__self__, packets.Packets)
-    assert isinstance(theirs.write.__self__, packets.Packets)
-    await ours.close()
-    await theirs.close()
+async def test_only_socket_sessions_use_bulk_io():
+    local, remote = await sessions()
+    assert isinstance(local.read.__self__, packets.Packets)
+    assert isinstance(remote.write.__self__, packets.Packets)
+    await local.close()
+    await remote.close()
 
 
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("most", [200, 70_000, 2**20])
-async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
+async def test_bytes_arrive_in_order_for_any_split(stock, most):
     numbers = random.Random(most)
     sizes = [1, 2, 65519, 65520, 262_144] if most > 200 else [1, 500, 3000]
     data = [numbers.randbytes(size) for size in sizes for _ in range(2)]
@@ -88,24 +88,24 @@ async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
 
 
 async def test_read_without_length_returns_available_bytes():
-    ours, theirs = await sessions()
-    await ours.write(b"x" * 100)
-    assert await theirs.read(40) == b"x" * 40
-    assert await theirs.read(None) == b"x" * 60
-    assert await theirs.read(0) == b""
-    await ours.close()
-    await theirs.close()
+    local, remote = await sessions()
+    await local.write(b"x" * 100)
+    assert await remote.read(40) == b"x" * 40
+    assert await remote.read(None) == b"x" * 60
+    assert await remote.read(0) == b""
+    await local.close()
+    await remote.close()
 
 
 async def test_early_end_and_tampering_end_reading():
-    ours, theirs = await sessions()
-    await ours.write(b"x" * 10)
-    await ours.close()
+    local, remote = await sessions()
+    await local.write(b"x" * 10)
+    await local.close()
     with pytest.raises(IncompleteReadError):
-        await theirs.read(11)
-    ours, theirs = await sessions()
-    await ours.conn.read_writer.read_write_closer.write(b"\x00\x20" + bytes(32))
+        await remote.read(11)
+    local, remote = await sessions()
+    await local.conn.read_writer.read_write_closer.write(b"\x00\x20" + bytes(32))
     with pytest.raises(InvalidTag):
-        await theirs.read(1)
-    await ours.close()
-    await theirs.close()
+        await remote.read(1)
+    await local.close()
+    await remote.close()

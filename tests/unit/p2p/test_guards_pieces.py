@@ -37,7 +37,7 @@ def test_installing_twice_changes_nothing():
         ("203.0.113.5", "203.0.113.6", False),
     ],
 )
-def test_an_ipv6_network_of_64_bits_is_one_origin(one, other, same):
+def test_ipv6_64_network_is_one_origin(one, other, same):
     origins = [
         swarm._origin(
             types.SimpleNamespace(get_remote_address=lambda address=address: (address, 1))
@@ -56,7 +56,7 @@ def test_statistics_are_a_frozen_copy_with_every_name():
         before.fired = {}
 
 
-def test_a_name_outside_the_closed_set_is_an_error():
+def test_unknown_guard_name_is_an_error():
     with pytest.raises(KeyError):
         counting.count_firing("something else")
 

@@ -21,8 +21,7 @@ MB = 1_000_000
 
 
 async def push(peer, stream, size):
-    """Send `size` bytes in frames of 1 MB whatever the window says; stops when the connection is
-    lost."""
+    """Send `size` bytes in frames of 1 MB, ignoring the window, until the connection is lost."""
     with contextlib.suppress(Exception):
         for _ in range(size // MB):
             if peer.lost.is_set():
@@ -40,7 +39,7 @@ async def flood(host, size):
         return host.rss() - before
 
 
-async def test_a_flood_past_the_window_is_not_kept():
+async def test_flood_beyond_the_window_is_dropped():
     with processes(stock(), guarded()) as (swollen, bounded):
         assert await flood(swollen, 256 * MB) > 200 * MB, (
             "upstream fixed this: remove guard window_overrun"
@@ -51,7 +50,7 @@ async def test_a_flood_past_the_window_is_not_kept():
         assert await bounded.serves()
 
 
-async def test_many_streams_within_their_windows_are_bounded_together():
+async def test_unread_bytes_per_connection_are_bounded():
     async def fill(host, streams):
         before = host.rss()
         async with attacker.connect(host.address) as peer:
@@ -66,7 +65,7 @@ async def test_many_streams_within_their_windows_are_bounded_together():
         assert await fill(swollen, 400) > 75 * MB, (
             "upstream fixed this: remove guard connection_full"
         )
-        assert await fill(bounded, 400) < 65 * MB  # 32 MiB, and what the allocator keeps
+        assert await fill(bounded, 400) < 65 * MB  # 32 MiB and the overhead of the allocator
         assert await bounded.counted("connection_full") == 1
         assert await bounded.serves()
 
@@ -109,7 +108,7 @@ async def test_own_reset_wakes_the_reader(just_woken):
         assert await hears.ask("reset_while_reading", **to) == {"heard": "StreamReset"}
 
 
-async def test_many_connections_are_bounded_together_and_the_largest_pays():
+async def test_process_limit_drops_the_largest_connection():
     limit = 16 * MB
     with processes(guarded(limits={"inbox.PROCESS_BYTES": limit})) as (host,):
         async with contextlib.AsyncExitStack() as stack:
@@ -136,7 +135,7 @@ async def test_many_connections_are_bounded_together_and_the_largest_pays():
         assert await host.serves()
 
 
-async def test_a_peer_may_not_open_streams_without_end():
+async def test_open_streams_per_peer_are_bounded():
     async def open_streams(host):
         async with attacker.connect(host.address) as peer:
             with contextlib.suppress(Exception):
@@ -163,7 +162,7 @@ async def test_peer_must_not_use_own_stream_ids():
         async with attacker.connect(host.address) as peer:
             await peer.syn(1002)
             await host.rests()
-            await trio.sleep(0.1)  # what it said last is on its way
+            await trio.sleep(0.1)  # its last frames are under way
             return not peer.lost.is_set()
 
     with processes(stock(), guarded()) as (lax, strict):
@@ -223,7 +222,7 @@ async def test_cancelled_write_leaves_a_usable_connection(client, works):
             )
 
 
-async def test_a_peer_that_reads_nothing_loses_its_connection():
+async def test_non_reading_peer_loses_its_connection():
     with processes(stock(), guarded(limits={"yamux.WRITE_STALL_SECONDS": 1.0}), guarded()) as (
         hangs,
         gives_up,
@@ -246,7 +245,7 @@ async def test_a_peer_that_reads_nothing_loses_its_connection():
 
 
 @pytest.mark.slow
-async def test_a_reader_that_pauses_six_seconds_gets_everything():
+async def test_reader_may_pause_six_seconds():
     size = 24 * MB
     with processes(stock(), guarded(), guarded()) as (impatient, patient, server):
         answers = {}
@@ -266,7 +265,7 @@ async def test_a_reader_that_pauses_six_seconds_gets_everything():
                 await trio.sleep(0.05)
 
 
-async def test_a_writer_without_credit_fails_in_the_end():
+async def test_writer_without_credit_times_out():
     with processes(guarded(limits={"yamux.WINDOW_STALL_SECONDS": 0.5}), guarded()) as (
         node,
         server,

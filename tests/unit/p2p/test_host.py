@@ -16,7 +16,7 @@ from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 
 def port_of(network) -> int:
@@ -31,7 +31,7 @@ async def test_the_port_is_chosen_once_and_kept(tmp_path):
         assert port_of(network) == first
 
 
-async def test_a_taken_port_is_unavailable_and_named(tmp_path):
+async def test_port_in_use_is_unavailable(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Unavailable, match=rf"port {port} .*; set network\.listen_addrs"):
@@ -82,20 +82,20 @@ async def test_invalid_address_is_one_configuration_error(tmp_path, settings, na
     assert "\n" not in str(caught.value)
 
 
-async def test_an_address_that_is_not_this_machines_is_unavailable(tmp_path):
+async def test_foreign_address_is_unavailable(tmp_path):
     with pytest.raises(Unavailable, match=r"203\.0\.113\.1"):
         async with host(tmp_path, listen_addrs=["/ip4/203.0.113.1/tcp/4001"]):
             pytest.fail("started")
 
 
-async def test_announced_addresses_take_the_place_of_listen_addresses(tmp_path):
+async def test_announced_addresses_replace_listen_addresses(tmp_path):
     async with host(tmp_path, announce_addrs=["/dns4/node.example.org/tcp/4001"]) as network:
         assert network.listen_addrs == [f"/dns4/node.example.org/tcp/4001/p2p/{network.peer_id}"]
 
 
 async def test_node_runs_without_any_peer(tmp_path, caplog):
     with socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # nobody listens there
+        dead.bind(("127.0.0.1", 0))  # no listener
         other = identity.load_or_create(tmp_path / "other.key").peer_id
         address = f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{other}"
         async with host(tmp_path, initial_peers=[address]) as network:
@@ -111,7 +111,7 @@ async def test_own_bootstrap_address_is_accepted(tmp_path):
         assert network.statistics().peers.known == 0
 
 
-async def test_another_key_at_a_bootstrap_address_is_not_believed(tmp_path):
+async def test_wrong_key_at_a_bootstrap_address_is_rejected(tmp_path):
     other = identity.load_or_create(tmp_path / "other.key").peer_id
     async with host(tmp_path / "a") as a:
         wrong = a.listen_addrs[0].replace(a.peer_id, other)
@@ -121,7 +121,7 @@ async def test_another_key_at_a_bootstrap_address_is_not_believed(tmp_path):
 
 
 async def test_leaving_closes_every_socket(tmp_path):
-    # what is opened once and kept for the life of the process
+    # opens what the process keeps open, such as the event loop's descriptors
     async with hosts(tmp_path / "warm", 2):
         pass
     before = len(os.listdir("/proc/self/fd"))
@@ -130,7 +130,7 @@ async def test_leaving_closes_every_socket(tmp_path):
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-async def test_what_the_block_raises_comes_out_as_itself(tmp_path):
+async def test_exception_of_the_block_is_raised_unchanged(tmp_path):
     with pytest.raises(KeyError, match="mine"):
         async with host(tmp_path):
             raise KeyError("mine")
@@ -169,9 +169,9 @@ async def test_connections_are_bounded(tmp_path):
             nursery.cancel_scope.cancel()
 
 
-async def test_a_banned_peer_is_disconnected_and_stays_out(tmp_path):
+async def test_banned_peer_is_disconnected_and_refused(tmp_path):
     async with hosts(tmp_path, 2) as (judge, banned):
-        await judge.wait_connected()
+        await wait_connected(judge)
         judge.rejected(banned.peer_id, "reward", cost=1000.0)
         await until(lambda: judge.connected() == [])
         await until(lambda: judge.statistics().refused_connections >= 1)
@@ -180,7 +180,7 @@ async def test_a_banned_peer_is_disconnected_and_stays_out(tmp_path):
 
 async def test_ban_during_handshake_closes_the_connection(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-        await a.wait_connected()  # the end that dialled knows a moment later
+        await wait_connected(a)  # the end that dialled knows a moment later
         b.rejected(a.peer_id, "reward", cost=1000.0)
         await until(
             lambda: b.statistics().peers.dials == 1 and a.connected() == b.connected() == []
@@ -191,7 +191,7 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
     async with host(tmp_path / "a") as a:
         with trio.CancelScope() as scope:
             async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-                await b.wait_connected()
+                await wait_connected(b)
                 scope.cancel()
                 await trio.sleep_forever()
     assert a.peer_id in (tmp_path / "b" / "peers.json").read_text()
@@ -226,7 +226,7 @@ async def test_own_streams_do_not_keep_an_inbound_peer(tmp_path):
         nursery.start_soon(
             ping_for_ever, await guest.host.open_stream(server.peer_id, "/ipfs/ping/1.0.0")
         )
-        with trio.move_on_after(15.0):  # what the server itself asks a newcomer is over by then
+        with trio.move_on_after(15.0):  # by then the requests of the server itself have ended
             await until(lambda: pings and link(server, guest).spare)
         assert link(server, guest).spare
         assert link(server, guest).inbound
@@ -261,7 +261,7 @@ async def test_inbound_peer_with_granted_transfer_is_kept(tmp_path):
 async def test_a_ban_survives_a_restart(tmp_path):
     async with host(tmp_path / "a") as a:
         async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
-            await a.wait_connected()
+            await wait_connected(a)
             a.rejected(b.peer_id, "reward", cost=1000.0)
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs):
         await until(lambda: a.statistics().refused_connections >= 1)
@@ -269,7 +269,9 @@ async def test_a_ban_survives_a_restart(tmp_path):
 
 
 async def test_garbage_is_counted_and_peers_are_served(tmp_path):
+    failed = lambda network: network.statistics().guards["inbound_failed"]
     async with hosts(tmp_path, 2) as (server, client):
+        before = failed(server)
         for garbage in (
             b"",
             b"\x00" * 100,
@@ -280,12 +282,12 @@ async def test_garbage_is_counted_and_peers_are_served(tmp_path):
             stream = await trio.open_tcp_stream("127.0.0.1", port_of(server))
             async with stream:
                 await stream.send_all(garbage)
-        await until(lambda: server.statistics().failed_handshakes == 5)
+        await until(lambda: failed(server) == before + 5)
         served = lambda: (
             server.requests.statistics().requests.get("/swarmnode/peers/1", {}).get("ok", 0)
         )
         with trio.fail_after(30):
-            # of two connections that were dialled at once one is closed, with what is asked over it
+            # one of two simultaneous connections is closed, together with its requests
             while not served():
                 await server.discovery.exchange.ask(client.peer_id)
         assert server.connected() == [client.peer_id]
@@ -316,7 +318,7 @@ async def test_ipv6_peers_have_a_network_prefix(tmp_path):
         host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
         host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
     ):
-        await b.wait_connected(1)
+        await wait_connected(b, 1)
         await until(lambda: a.observed(b.peer_id) is not None)
         assert (a.observed(b.peer_id).host, b.observed(a.peer_id).host) == ("::1", "::1")
         data = bytes(range(256)) * 40_000
@@ -339,7 +341,7 @@ trio.run(main)
 """
 
 
-def test_a_stock_stream_does_not_know_an_ipv6_peer():
+def test_stock_stream_lacks_the_ipv6_address():
     told = subprocess.run(
         [sys.executable, "-c", STOCK], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -10,7 +10,7 @@ from swarmnode.errors import Refused, StateError, Unavailable
 from swarmnode.p2p import identity
 
 
-def test_a_new_identity_is_private_and_stays_the_same(tmp_path):
+def test_new_identity_is_private_and_permanent(tmp_path):
     path = tmp_path / "data" / "identity.key"
     first = identity.load_or_create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -31,7 +31,7 @@ def test_peer_id_matches_libp2p(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
-def test_loose_permissions_are_refused_with_the_command_that_helps(tmp_path, mode):
+def test_readable_key_is_refused_with_the_remedy(tmp_path, mode):
     path = tmp_path / "identity.key"
     identity.load_or_create(path)
     path.chmod(mode)
@@ -73,13 +73,13 @@ def test_another_kind_of_key_is_a_state_error(tmp_path):
         identity.load_or_create(path)
 
 
-def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path):
+def test_unwritable_directory_is_unavailable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable):
         identity.load_or_create(tmp_path / "file" / "identity.key")
 
 
-def test_the_key_is_in_no_representation(tmp_path):
+def test_repr_hides_the_key(tmp_path):
     mine = identity.load_or_create(tmp_path / "identity.key")
     seed = mine.private_key.private_bytes(
         serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
@@ -98,6 +98,6 @@ def test_lost_key_is_logged_once(tmp_path, left, caplog):
         (tmp_path / left).write_bytes(b"{}")
     made = identity.load_or_create(tmp_path / "identity.key")
     identity.load_or_create(tmp_path / "identity.key")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (left is not None)
-    assert all(made.peer_id in line and "swarmnode key import" in line for line in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (left is not None)
+    assert all(made.peer_id in line and "swarmnode key import" in line for line in messages)

@@ -9,7 +9,7 @@ from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.streams import MULTISTREAM, Stream
 from tests.support.hosts import host
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -33,12 +33,12 @@ def knows(client, server) -> bool:
 
 @contextlib.asynccontextmanager
 async def acquainted(directory):
-    """Open two hosts of which the second knows the protocols of the first."""
+    """Open two hosts; the second knows the protocols of the first."""
     async with host(directory / "server") as server:
         server.requests.serve(ECHO, echo, **LIMITS)
         async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
             with trio.fail_after(60):
-                await client.wait_connected(1)
+                await wait_connected(client, 1)
                 await until(lambda: knows(client, server))
             yield server, client
 
@@ -49,39 +49,39 @@ async def ask(client, server, data: bytes = b"x") -> bytes:
     )
 
 
-def watched(stream, said):
-    """Record the reads and writes of the library's streams in `said`."""
+def watched(stream, recorded):
+    """Record the reads and writes of the library's streams in `recorded`."""
     read, write = stream.read, stream.write
 
     async def reading(n=None):
         data = await read(n)
-        said.append(("read", bytes(data)))
+        recorded.append(("read", bytes(data)))
         return data
 
     async def writing(data):
-        said.append(("write", bytes(data)))
+        recorded.append(("write", bytes(data)))
         await write(data)
 
     stream.read, stream.write = reading, writing
 
 
 async def test_proposal_and_data_are_sent_together(tmp_path, monkeypatch):
-    said: list[tuple[str, bytes]] = []
+    recorded: list[tuple[str, bytes]] = []
     begin = Stream.__init__
 
     def watching(self, stream, proposed=""):
-        if proposed == ECHO:  # not what the two hosts ask each other beside it
-            watched(stream, said)
+        if proposed == ECHO:  # skip the hosts' own requests
+            watched(stream, recorded)
         begin(self, stream, proposed)
 
     async with acquainted(tmp_path) as (server, client):
         monkeypatch.setattr(Stream, "__init__", watching)
         assert await ask(client, server, b"question") == b"question"
-        ways = [way for way, _ in said]
+        ways = [way for way, _ in recorded]
         assert ways[0] == "write"
         assert "write" not in ways[1:], "one round trip"
-        assert MULTISTREAM.encode() in said[0][1]
-        assert said[0][1].endswith(b"question")
+        assert MULTISTREAM.encode() in recorded[0][1]
+        assert recorded[0][1].endswith(b"question")
         for data in (b"", bytes(range(256)) * 4096):
             assert await ask(client, server, data) == data
         assert client.requests.statistics().requests[ECHO] == {"ok": 3}

@@ -47,7 +47,7 @@ def test_backoff_is_longer_unless_all_are_lost():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     t.add("friend", address(1), "mdns", 0.0)
-    t.get("x").last_seen = 0.0  # we know that it works, so it is not forgotten
+    t.get("x").last_seen = 0.0  # it worked before, so it is not forgotten
     connect(t, "friend", 0.0)
 
     def wait_after_failures(now: float) -> float:
@@ -105,7 +105,7 @@ def test_a_60_second_outage_of_every_peer_is_survived():
     assert dials < 4 * 14  # and patiently
 
 
-def test_enough_is_enough():
+def test_no_dials_beyond_the_target():
     t = table(target=3)
     for index in range(10):
         t.add(f"x{index}", address(index), "mdns", 0.0)
@@ -113,7 +113,7 @@ def test_enough_is_enough():
     assert t.to_dial(1.0) == []  # those under way count
 
 
-def test_bootstrap_peers_come_first_then_those_seen_last():
+def test_bootstrap_then_recently_seen_peers_are_dialled():
     t = table()
     t.add("x", address(0), "exchange", 0.0)
     t.restore("old", [address(1)], last_seen=-1000.0, now=0.0)
@@ -145,7 +145,7 @@ def test_self_and_connected_peers_are_not_dialled():
     assert t.next_due(1.0) == math.inf
 
 
-def test_a_lost_peer_is_dialled_again_within_a_second():
+def test_lost_peer_is_redialled_within_a_second():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     connect(t, "x", 0.0)
@@ -210,7 +210,7 @@ def test_strangers_cannot_fill_the_table():
     assert t.connected() == ["friend"]
 
 
-def test_one_network_prefix_cannot_either():
+def test_one_prefix_cannot_fill_the_table():
     t = table()
     for index in range(100):
         t.add(f"x{index}", f"/ip4/9.9.9.{index}/tcp/1", "exchange", 0.0)
@@ -226,7 +226,7 @@ def test_lan_and_loopback_are_exempt_from_prefix_limit():
         assert t.add(f"l{index}", f"/ip4/127.0.0.1/tcp/{index + 1}", "exchange", 0.0)
 
 
-def test_a_peer_keeps_the_addresses_that_work():
+def test_working_addresses_are_kept():
     t = table()
     for port in range(1, 30):
         t.add("x", address(0, port), "exchange", 0.0)
@@ -327,7 +327,7 @@ def test_pinned_peer_is_dialled_first():
         t.add(name, address(index), "exchange", 0.0)
     connect(t, "friend", 0.0)
     assert names(t.to_dial(10.0)) == []
-    t.pin(["member", "nobody we know"], 10.0)
+    t.pin(["member", "unknown"], 10.0)
     assert names(t.to_dial(10.0)) == ["member"]
     now, waits = 10.0, []
     for _ in range(50):

@@ -1,16 +1,16 @@
 import json
 import random
 
-import base58
 import pytest
 
-from swarmnode.p2p import addresses, book
+from swarmnode.p2p.discovery import BOOK_BYTES, BOOK_PEERS, load_book, render_book, save_book
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import Reputation, Standing
+from swarmnode.wire.envelope import peer_id
 
 
 def peer(index: int) -> str:
-    return base58.b58encode(addresses.ED25519_PEER_ID + (index + 1).to_bytes(32, "big")).decode()
+    return peer_id((index + 2).to_bytes(32, "big"))
 
 
 def table() -> PeerTable:
@@ -29,11 +29,11 @@ def filled(count: int) -> PeerTable:
 def test_peers_and_bans_survive_a_restart(tmp_path):
     path = tmp_path / "peers.json"
     before, bad = filled(3), Reputation()
-    bad.ban(peer(9), 10.0)
-    book.save(path, book.render(before, bad, 10.0))
+    bad.rejected(peer(9), "test", 10.0, cost=1000.0)
+    save_book(path, render_book(before, bad, 10.0))
     after, reputation = table(), Reputation()
     saved = json.loads(path.read_text())["saved_at"]
-    assert book.load(path, after, reputation, 1000.0, clock=saved + 60.0) == 3
+    assert load_book(path, after, reputation, 1000.0, clock=saved + 60.0) == 3
     assert after.get(peer(2)).addresses == before.get(peer(2)).addresses
     assert after.get(peer(2)).last_seen == pytest.approx(1000.0 - 60.0 - 8.0)
     # seen last, dialled first
@@ -41,16 +41,16 @@ def test_peers_and_bans_survive_a_restart(tmp_path):
     assert reputation.standing(peer(9), 1000.0) is Standing.BANNED
 
 
-def test_the_book_is_bounded_and_keeps_those_seen_last():
-    data = json.loads(book.render(filled(1000), Reputation(), 2000.0))
-    assert len(data["peers"]) == book.BOOK_PEERS
+def test_book_is_bounded_to_recently_seen_peers():
+    data = json.loads(render_book(filled(1000), Reputation(), 2000.0))
+    assert len(data["peers"]) == BOOK_PEERS
     assert data["peers"][0]["peer"] == peer(999)
 
 
 def test_connected_peers_are_saved_as_seen_now():
     t = filled(3)  # those seen last, at 2 s, first
     t.record_connected(peer(0), inbound=True, now=3.0)
-    (first, *_) = json.loads(book.render(t, Reputation(), 1000.0))["peers"]
+    (first, *_) = json.loads(render_book(t, Reputation(), 1000.0))["peers"]
     assert (first["peer"], first["age"]) == (peer(0), 0.0)
     t.record_disconnected(peer(0), 1000.0)
     assert t.get(peer(0)).seen_at(1060.0) == 1000.0
@@ -66,7 +66,7 @@ def test_connected_peers_are_saved_as_seen_now():
         b'{"version":2,"saved_at":0,"peers":[],"reputation":[]}',
         b'{"version":1,"saved_at":"x","peers":[]}',
         b"[" * 100_000,
-        b" " * (book.BOOK_BYTES + 1),
+        b" " * (BOOK_BYTES + 1),
         b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
     ],
 )
@@ -74,12 +74,12 @@ def test_damaged_book_is_one_warning(tmp_path, data, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(data)
     t = table()
-    assert book.load(path, t, Reputation(), 0.0) == 0
+    assert load_book(path, t, Reputation(), 0.0) == 0
     assert t.statistics().known == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_entries_that_make_no_sense_are_left_out(tmp_path):
+def test_invalid_entries_are_skipped(tmp_path):
     path = tmp_path / "peers.json"
     good = {"peer": peer(1), "addresses": ["/ip4/20.0.0.1/tcp/1"], "age": 1.0}
     entries = [
@@ -92,16 +92,16 @@ def test_entries_that_make_no_sense_are_left_out(tmp_path):
         json.dumps({"version": 1, "saved_at": 1e300, "peers": entries, "reputation": []})
     )
     t = table()
-    assert book.load(path, t, Reputation(), 0.0) == 1
+    assert load_book(path, t, Reputation(), 0.0) == 1
     assert t.get(peer(1)) is not None
 
 
-def test_no_book_is_no_news(tmp_path, caplog):
-    assert book.load(tmp_path / "peers.json", table(), Reputation(), 0.0) == 0
+def test_missing_book_is_not_logged(tmp_path, caplog):
+    assert load_book(tmp_path / "peers.json", table(), Reputation(), 0.0) == 0
     assert not caplog.records
 
 
-def test_a_book_that_cannot_be_saved_is_a_warning(tmp_path, caplog):
+def test_failed_save_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    book.save(tmp_path / "file" / "peers.json", b"{}")
+    save_book(tmp_path / "file" / "peers.json", b"{}")
     assert len(caplog.records) == 1

@@ -12,10 +12,6 @@ from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
 from swarmnode.p2p.punch import (
     DCUTR,
-    PEERS,
-    SESSION_SECONDS,
-    SESSIONS,
-    SessionLimiter,
     connect_from,
     dialable_targets,
 )
@@ -80,7 +76,7 @@ async def test_without_punching_the_circuit_stays(tmp_path):
         assert a.statistics().nat.relayed == 1
 
 
-async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
+async def test_punching_over_a_direct_connection_is_refused(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
 
@@ -95,7 +91,7 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
 
 def test_dialled_addresses_are_limited_in_number_and_scope():
     vantage = Address("ip4", "5.5.5.5", 1)
-    told = [
+    received = [
         "/ip4/127.0.0.1/tcp/1",
         "/ip4/192.168.0.1/tcp/2",
         "/ip4/6.6.6.1/tcp/3",
@@ -103,11 +99,11 @@ def test_dialled_addresses_are_limited_in_number_and_scope():
         "/ip4/6.6.6.3/tcp/5",
     ]
     found = dialable_targets(
-        [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage
+        [b"garbage", *(Multiaddr(each).to_bytes() for each in received[2:])], vantage
     )
     assert [each.port for each in found] == [3, 4]
-    assert dialable_targets([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
-    assert dialable_targets([Multiaddr(told[2]).to_bytes()], None) == []
+    assert dialable_targets([Multiaddr(each).to_bytes() for each in received[:2]], vantage) == []
+    assert dialable_targets([Multiaddr(received[2]).to_bytes()], None) == []
 
 
 async def test_listening_port_is_shared_only_for_dialling(tmp_path):
@@ -124,16 +120,3 @@ async def test_listening_port_is_shared_only_for_dialling(tmp_path):
         with pytest.raises(Unavailable, match="used by another process"):
             async with host(tmp_path / "b", listen_addrs=[str(own)]):
                 pass
-
-
-def test_sessions_per_peer_are_limited():
-    allowance = SessionLimiter()
-    assert [allowance.allow("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
-        False
-    ]
-    assert allowance.allow("b", 6.0)
-    assert not allowance.allow("a", SESSION_SECONDS - 0.1)
-    assert allowance.allow("a", SESSION_SECONDS)
-    for number in range(2 * PEERS):
-        allowance.allow(str(number), 0.0)
-    assert len(allowance._started) == PEERS

@@ -41,12 +41,12 @@ def test_circuit_addresses_round_trip():
         PLACE + "/" * 300,
     ],
 )
-def test_anything_else_is_refused(text):
+def test_other_circuit_forms_are_refused(text):
     with pytest.raises(ValueError):
         parse_any(text)
 
 
-def test_a_relay_reaches_as_far_as_its_address_does():
+def test_circuit_has_the_scope_of_its_relay():
     near = Circuit(Address("ip4", "127.0.0.1", 9), RELAY)
     assert not dialable(near, Address("ip4", "5.5.5.5", 1))
     assert dialable(near, Address("ip4", "127.0.0.1", 1))
@@ -81,10 +81,10 @@ def test_working_circuit_proves_no_relay_address():
     assert table.peers_to_share(8, exclude="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
 
 
-async def ask(one, other, told):
-    """Return the peers that `other` sends to `one`, which reports `told` for itself. Retries,
+async def ask(one, other, claimed):
+    """Return the peers that `other` sends to `one`, which reports `claimed` for itself. Retries,
     because a peer has one exchange at a time."""
-    data = codec.encode(PeersRequest(bytes(32), told))
+    data = codec.encode(PeersRequest(bytes(32), claimed))
     limit = limits.PEERS_RESPONSE_BYTES
     with trio.fail_after(60):
         while True:
@@ -114,7 +114,7 @@ async def test_undialled_relay_is_not_passed_on(tmp_path):
             each for each in (await ask(c, a, [])).get(b.peer_id, []) if addresses.is_circuit(each)
         ]
         known = addresses.parse(c.listen_addrs[0])[0]
-        # the lie is gone, the one we can correct is corrected
+        # the false address is dropped, the correctable one corrected
         assert places == [str(Circuit(known, c.peer_id))]
 
 
@@ -122,14 +122,14 @@ async def test_relay_without_address_uses_its_observed_one(tmp_path):
     """Only for the relay's own address."""
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
-        told = {
+        claimed = {
             PEER: [f"/ip4/0.0.0.0/tcp/77/p2p/{a.peer_id}/p2p-circuit"],
             RELAY: [f"/ip4/0.0.0.0/tcp/77/p2p/{PEER}/p2p-circuit"],
         }
 
         async def tell(peer: str, data: bytes) -> bytes:
             return codec.encode(
-                PeersResponse(bytes(32), [PeerAddresses(*each) for each in told.items()])
+                PeersResponse(bytes(32), [PeerAddresses(*each) for each in claimed.items()])
             )
 
         a.requests.serve(ids.PEERS_PROTOCOL, tell, max_request_bytes=9999, max_response_bytes=9999)

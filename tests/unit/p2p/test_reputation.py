@@ -11,6 +11,10 @@ def greylist(r: Reputation, peer: str, now: float) -> None:
         r.rejected(peer, "signature", now)
 
 
+def ban(r: Reputation, peer: str, now: float) -> None:
+    r.rejected(peer, "banned", now, cost=reputation.BEST - reputation.BAN)
+
+
 def test_unknown_peer_is_good():
     assert Reputation().standing("x", 0.0) is Standing.GOOD
     assert Reputation().score("x", 0.0) == 0.0
@@ -27,7 +31,7 @@ def test_rejections_greylist_then_ban():
 
 def test_ban_lasts_a_day_then_greylists():
     r = Reputation()
-    r.ban("x", 0.0)
+    ban(r, "x", 0.0)
     for _ in range(10_000):
         r.accepted("x", 3600.0)
     assert r.standing("x", reputation.BAN_SECONDS - 1) is Standing.BANNED
@@ -53,19 +57,19 @@ def test_trust_grows_slowly_and_falls_fast():
     assert r.standing("x", 0.0) is Standing.GREYLISTED
 
 
-def test_what_was_earned_and_lost_fades():
+def test_scores_decay():
     r = Reputation()
     r.rejected("x", "reward", 0.0)
     assert r.score("x", reputation.HALF_LIFE) == pytest.approx(-reputation.COST / 2)
 
 
-def test_rare_faults_of_an_honest_peer_are_never_enough():
+def test_rare_faults_never_greylist():
     r = Reputation()
     for hour in range(200):
         assert r.rejected("x", "stale", hour * 600.0) is Standing.GOOD
 
 
-def test_a_prefix_earns_no_more_than_its_share():
+def test_prefix_score_is_capped():
     r = Reputation()
     for index in range(50):
         r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
@@ -84,7 +88,7 @@ def test_bans_lower_new_peers_of_the_prefix():
     r = Reputation()
     for index in range(10):
         r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
-        r.ban(f"x{index}", 0.0)
+        ban(r, f"x{index}", 0.0)
     r.set_prefix("new", "9.9.9.0/24", 0.0)
     r.set_prefix("other", "9.9.8.0/24", 0.0)
     assert r.score("new", 0.0) == reputation.NEWCOMER_LOWEST
@@ -92,10 +96,10 @@ def test_bans_lower_new_peers_of_the_prefix():
     assert r.score("other", 0.0) == 0.0
 
 
-def test_memory_is_bounded_and_keeps_the_bans():
+def test_memory_is_bounded_and_keeps_bans():
     r, rng = Reputation(), random.Random(0)
     for index in range(100):
-        r.ban(f"bad{index}", 0.0)
+        ban(r, f"bad{index}", 0.0)
     for index in range(3 * reputation.MAX_PEERS):
         r.set_prefix(f"x{index}", f"{rng.randrange(99)}.0.0.0/24", 0.0)
         r.accepted(f"x{index}", 0.0)
@@ -108,7 +112,7 @@ def test_moved_peer_counts_for_its_newest_prefix():
     for index in range(100):
         r.set_prefix("x", f"{index}.0.0.0/24", 0.0)
     assert dict(r._by_prefix) == {"99.0.0.0/24": {"x"}}
-    r.ban("x", 0.0)
+    ban(r, "x", 0.0)
     r.set_prefix("former", "98.0.0.0/24", 0.0)
     r.set_prefix("present", "99.0.0.0/24", 0.0)
     assert [r.score(peer, 0.0) for peer in ("former", "present")] == [
@@ -121,7 +125,7 @@ def test_moved_peer_counts_for_its_newest_prefix():
     assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2
 
 
-def test_who_comes_back_is_no_newcomer():
+def test_returning_peer_is_not_a_newcomer():
     r = Reputation()
     for prefix in ("9.9.9.0/24", "9.9.9.0/24", "9.9.8.0/24", None):
         r.rejected("x", "reward", 0.0)
@@ -136,7 +140,7 @@ def test_restart_keeps_scores_and_bans():
     before = Reputation()
     before.set_prefix("x", "9.9.9.0/24", 0.0)
     before.rejected("x", "reward", 0.0)
-    before.ban("y", 0.0)
+    ban(before, "y", 0.0)
     after = Reputation()
     after.restore(before.snapshot(1000.0), away=2000.0, now=50.0)
     assert after.score("x", 50.0) == pytest.approx(before.score("x", 3000.0))
@@ -144,14 +148,14 @@ def test_restart_keeps_scores_and_bans():
     left = reputation.BAN_SECONDS - 3000.0
     assert after.standing("y", 50.0 + left - 1) is Standing.BANNED
     assert after.standing("y", 50.0 + left + 1) is not Standing.BANNED
-    before.ban("x", 1000.0)
+    ban(before, "x", 1000.0)
     after = Reputation()
     after.restore(before.snapshot(1000.0), away=0.0, now=0.0)
     after.set_prefix("new", "9.9.9.0/24", 0.0)
     assert after.score("new", 0.0) == -reputation.NEWCOMER_COST
 
 
-def test_a_snapshot_cannot_bring_in_nonsense():
+def test_invalid_snapshot_values_are_ignored():
     r = Reputation()
     bad = [
         reputation.SavedRecord("x", float("nan"), None, 0.0),

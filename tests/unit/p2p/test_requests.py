@@ -9,7 +9,7 @@ from libp2p.peer.id import ID
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import requests
 from tests.support.hosts import host, hosts
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -37,7 +37,7 @@ async def ask(
     )
 
 
-async def test_bytes_come_back_whole_and_streams_do_not_stay(tmp_path):
+async def test_response_is_whole_and_streams_are_closed(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         for data in (b"", b"x", bytes(range(256)) * 4096):
@@ -93,7 +93,7 @@ async def test_expired_deadline_is_a_timeout(tmp_path):
                 )
 
 
-async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
+async def test_cancelled_request_keeps_the_connection(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         # on a busy machine none of those cancelled may be over
         server.requests.serve(ECHO, echo, per_peer=8, **LIMITS)
@@ -106,7 +106,7 @@ async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
         assert client.peers.statistics().dials == 1  # never reconnected
 
 
-async def test_a_response_longer_than_allowed_is_not_read(tmp_path):
+async def test_oversized_response_is_not_read(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         with pytest.raises(BadMessage, match="oversize"):
@@ -115,7 +115,7 @@ async def test_a_response_longer_than_allowed_is_not_read(tmp_path):
         assert client.requests.statistics().requests[ECHO] == {"malformed": 1, "ok": 1}
 
 
-async def test_a_request_longer_than_allowed_is_not_read(tmp_path):
+async def test_oversized_request_is_not_read(tmp_path):
     called = []
 
     async def handler(peer: str, data: bytes) -> bytes:
@@ -278,7 +278,7 @@ async def test_dying_peer_is_an_immediate_peer_error(tmp_path):
     async with host(tmp_path / "client") as client, trio.open_nursery() as nursery:
         async with host(tmp_path / "server", initial_peers=client.listen_addrs) as server:
             server.requests.serve(ECHO, never, **LIMITS)
-            await client.wait_connected()
+            await wait_connected(client)
             failed = trio.Event()
 
             async def one() -> None:

@@ -22,11 +22,11 @@ async def joined(directory, *, per_peer=4):
     arrived = []
     async with hosts(directory, 2) as (server, client):
         server.streams.serve(PROTOCOL, arrived.append, concurrent=8, per_peer=per_peer)
-        ours = await client.streams.open(server.peer_id, PROTOCOL, deadline=5)
-        await ours.send(b"hello")
+        local = await client.streams.open(server.peer_id, PROTOCOL, deadline=5)
+        await local.send(b"hello")
         await until(lambda: arrived)
         assert await arrived[0].receive() == b"hello"
-        yield server, client, arrived[0], ours
+        yield server, client, arrived[0], local
 
 
 async def drain(stream, count):
@@ -46,8 +46,8 @@ async def send_for_ever(stream, data):
         await stream.send(data)
 
 
-async def test_both_ways_at_once_and_an_end_each(tmp_path):
-    async with joined(tmp_path) as (server, client, theirs, ours):
+async def test_both_directions_run_and_end_separately(tmp_path):
+    async with joined(tmp_path) as (server, client, remote, local):
         there, back = bytes(range(256)) * 4096, bytes(reversed(range(256))) * 4096
         got = {}
 
@@ -61,24 +61,24 @@ async def test_both_ways_at_once_and_an_end_each(tmp_path):
             assert await stream.receive() == b""
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(send, ours, there)
-            nursery.start_soon(send, theirs, back)
-            nursery.start_soon(receive, "there", theirs, len(there))
-            nursery.start_soon(receive, "back", ours, len(back))
+            nursery.start_soon(send, local, there)
+            nursery.start_soon(send, remote, back)
+            nursery.start_soon(receive, "there", remote, len(there))
+            nursery.start_soon(receive, "back", local, len(back))
         assert got == {"there": there, "back": back}
         with trio.fail_after(30):
-            await ours.closed.wait()
-            await theirs.closed.wait()
+            await local.closed.wait()
+            await remote.closed.wait()
         await until(
             lambda: client.streams.statistics().open == server.streams.statistics().open == 0
         )
-        assert ours.sent == theirs.received == len(there) + 5
+        assert local.sent == remote.received == len(there) + 5
 
 
 async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
     """Longer than WINDOW_STALL_SECONDS, so the stream must raise its own patience."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
-    async with joined(tmp_path) as (server, client, theirs, ours):
+    async with joined(tmp_path) as (server, client, remote, local):
 
         async def echo(peer, data):
             return data
@@ -89,62 +89,62 @@ async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
 
             async def send():
                 for _ in range(32):
-                    await ours.send(data)
-                ours.finish()
+                    await local.send(data)
+                local.finish()
 
             nursery.start_soon(send)
-            await until(lambda: ours.sent > 0)
-            assert await still(lambda: ours.sent) < 16 * 2**20
+            await until(lambda: local.sent > 0)
+            assert await still(lambda: local.sent) < 16 * 2**20
             assert (
                 await client.requests.request(
                     server.peer_id, "/test/echo/1", b"x", deadline=20, max_response_bytes=9
                 )
                 == b"x"
             )
-            assert len(await drain(theirs, 32 * len(data))) == 32 * len(data)
+            assert len(await drain(remote, 32 * len(data))) == 32 * len(data)
 
 
 async def test_a_cancelled_receive_loses_nothing(tmp_path):
-    async with joined(tmp_path) as (_, _, theirs, ours):
+    async with joined(tmp_path) as (_, _, remote, local):
         data = bytes(range(256)) * 8192
         got = bytearray()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ours.send, data)
+            nursery.start_soon(local.send, data)
             with trio.fail_after(30):
                 while len(got) < len(data):
                     with trio.move_on_after(0.001):
-                        got += await theirs.receive()
+                        got += await remote.receive()
         assert got == data
 
 
 async def test_reset_reaches_both_ends(tmp_path):
-    async with joined(tmp_path) as (_, _, theirs, ours):
-        ours.reset("had enough")
+    async with joined(tmp_path) as (_, _, remote, local):
+        local.reset("had enough")
         with trio.fail_after(30):
             with pytest.raises(PeerError):
-                await theirs.receive()
+                await remote.receive()
             with pytest.raises(PeerError, match="had enough"):
-                await ours.receive()
+                await local.receive()
             with pytest.raises(PeerError):
-                await ours.send(b"more")
-            await ours.closed.wait()
-            await theirs.closed.wait()
+                await local.send(b"more")
+            await local.closed.wait()
+            await remote.closed.wait()
 
 
-async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
-    async with joined(tmp_path) as (server, client, theirs, ours):
+async def test_lost_peer_breaks_the_stream(tmp_path):
+    async with joined(tmp_path) as (server, client, remote, local):
         client.disconnect(server.peer_id)
         with trio.fail_after(30):
             with pytest.raises(PeerError):
-                await receive_for_ever(theirs)
+                await receive_for_ever(remote)
             with pytest.raises(PeerError):
-                await send_for_ever(ours, b"x")
+                await send_for_ever(local, b"x")
 
 
 async def test_stalled_stream_is_reset(tmp_path, monkeypatch):
     monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.02)
-    async with joined(tmp_path) as (_, client, theirs, ours):
+    async with joined(tmp_path) as (_, client, remote, local):
         looks, is_gone = [], Stream.is_gone
         monkeypatch.setattr(
             Stream,
@@ -153,27 +153,27 @@ async def test_stalled_stream_is_reset(tmp_path, monkeypatch):
         )
         # watched for long, and idle is not stalled
         await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)
-        await ours.send(b"still there")
-        assert await theirs.receive() == b"still there"
+        await local.send(b"still there")
+        assert await remote.receive() == b"still there"
         with trio.fail_after(30), pytest.raises(PeerError, match="nothing moved"):
-            await send_for_ever(ours, bytes(2**20))
+            await send_for_ever(local, bytes(2**20))
         await until(lambda: client.streams.statistics().stalled == 1)
 
 
 async def test_excess_streams_are_refused_at_once(tmp_path):
-    async with joined(tmp_path, per_peer=1) as (server, client, theirs, ours):
+    async with joined(tmp_path, per_peer=1) as (server, client, remote, local):
         # before or after both have agreed on a protocol
         with trio.fail_after(30), pytest.raises(PeerError):
             await (await client.streams.open(server.peer_id, PROTOCOL, deadline=5)).receive()
         assert server.streams.statistics().refused == {"busy": 1}
-        ours.finish()
-        theirs.finish()
+        local.finish()
+        remote.finish()
         with trio.fail_after(30):
-            while await theirs.receive():
+            while await remote.receive():
                 pass
-            while await ours.receive():
+            while await local.receive():
                 pass
-            await theirs.closed.wait()
+            await remote.closed.wait()
         await until(lambda: server.streams.statistics().open == 0)
         third = await client.streams.open(server.peer_id, PROTOCOL, deadline=5)
         await third.send(b"now")

@@ -23,9 +23,8 @@ from swarmnode.p2p.summaries import (
     SummaryStatistics,
 )
 from swarmnode.wire import codec, limits
-from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.envelope import open_summary, peer_id, seal_summary
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.signed import open_summary, seal_summary
 
 NOW = 1_790_000_000.0
 
@@ -68,7 +67,7 @@ class Wire:
         return answer
 
 
-def ours(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
+def make_node(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
     node = Summaries(
         wire,
         PEER,
@@ -87,10 +86,10 @@ def response(*frames):
     return codec.encode(SummaryResponse(list(frames)))
 
 
-# ---- what is kept
+# ---- stored summaries
 
 
-def test_a_peer_has_one_summary_the_latest():
+def test_latest_summary_replaces_earlier_ones():
     claims = Claims("me")
     assert [take(claims), take(claims, at=NOW + 30, now=NOW + 30, step=7)] == ["taken", "taken"]
     assert [(claim.peer, claim.summary.step) for claim in claims.all()] == [("p", 7)]
@@ -107,7 +106,7 @@ def test_summaries_per_peer_are_thirty_seconds_apart():
 @pytest.mark.parametrize(
     ("at", "outcome"), [(-301, "old"), (-300, "taken"), (120, "taken"), (121, "future")]
 )
-def test_a_summary_is_neither_old_nor_from_the_future(at, outcome):
+def test_old_and_future_summaries_are_refused(at, outcome):
     assert take(Claims("me"), at=NOW + at) == outcome
 
 
@@ -115,18 +114,18 @@ def test_own_summary_is_not_stored():
     assert take(Claims("me"), "me", by="p") == "own"
 
 
-def test_what_grows_old_is_dropped_and_not_passed_on():
+def test_expired_summaries_are_not_forwarded():
     claims = Claims("me")
     take(claims)
     claims.expire(NOW + 301)
     assert claims.all() == claims.frames(32, "", random.Random(0)) == []
 
 
-def test_one_that_passes_on_fills_only_its_share():
+def test_forwarder_fills_only_its_share():
     claims = Claims("me")
     outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(MAX_FORWARDED + 50)]
     assert outcomes == ["taken"] * MAX_FORWARDED + ["full"] * 50
-    assert take(claims, "somebody", by="honest") == "taken"
+    assert take(claims, "another", by="honest") == "taken"
 
 
 def test_memory_is_bounded_and_signers_find_room():
@@ -144,11 +143,11 @@ def test_memory_is_bounded_and_signers_find_room():
 
 def test_direct_summaries_come_first():
     claims = Claims("me")
-    take(claims, "heard of", at=NOW, by="teller")
+    take(claims, "received of", at=NOW, by="teller")
     take(claims, "direct", at=NOW - 60)
     assert [(claim.peer, claim.direct) for claim in claims.all()] == [
         ("direct", True),
-        ("heard of", False),
+        ("received of", False),
     ]
 
 
@@ -170,7 +169,7 @@ def test_clock_offset_needs_two_peers():
     assert clocks.offset(0.0) == 0.5
 
 
-def test_a_minority_of_liars_does_not_move_the_clock():
+def test_lying_minority_does_not_move_the_clock():
     clocks = Clocks()
     for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
         clocks.record(f"p{i}", offset, 0.0)
@@ -182,7 +181,7 @@ def test_clocks_are_bounded():
     clocks = Clocks()
     for i in range(summaries.MAX_CLOCKS + 10):
         clocks.record(f"p{i}", 0.0, 0.0)
-    assert len(clocks._told) == summaries.MAX_CLOCKS
+    assert len(clocks._offsets) == summaries.MAX_CLOCKS
 
 
 # ---- telling and asking
@@ -191,7 +190,7 @@ def test_clocks_are_bounded():
 async def test_peer_is_asked_at_most_every_thirty_seconds(autojump_clock):
     wire = Wire()
     with trio.move_on_after(200):
-        await ours(wire, [OTHER_PEER]).run()
+        await make_node(wire, [OTHER_PEER]).run()
     times = [at for _, at, _ in wire.asked]
     assert times[0] < 2
     assert 4 <= len(times) <= 7
@@ -201,7 +200,7 @@ async def test_peer_is_asked_at_most_every_thirty_seconds(autojump_clock):
 async def test_least_recently_asked_peers_come_first(autojump_clock):
     peers = [f"p{i}" for i in range(8)]
     wire = Wire()
-    node = ours(wire, peers)
+    node = make_node(wire, peers)
     await node.round(peers)
     await node.round(peers)
     assert sorted(peer for peer, _, _ in wire.asked) == peers
@@ -209,7 +208,7 @@ async def test_least_recently_asked_peers_come_first(autojump_clock):
 
 async def test_summary_is_signed_for_this_swarm():
     wire = Wire()
-    await ours(wire).round([OTHER_PEER])
+    await make_node(wire).round([OTHER_PEER])
     frame = codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary
     assert open_summary(frame, SWARM)[0] == PEER
     with pytest.raises(BadMessage, match="signature"):
@@ -218,7 +217,7 @@ async def test_summary_is_signed_for_this_swarm():
 
 async def test_node_without_summary_still_receives():
     wire = Wire({OTHER_PEER: response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     node.own_summary = lambda created_at: None
     await node.round([OTHER_PEER])
     assert (
@@ -237,7 +236,7 @@ async def test_node_without_summary_still_receives():
 
 async def test_response_has_own_and_other_summaries():
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     third = Ed25519PrivateKey.from_private_bytes(b"\x07" * 32)
     await node.round([OTHER_PEER])
     name = peer_id(third.public_key().public_bytes_raw())
@@ -245,12 +244,12 @@ async def test_response_has_own_and_other_summaries():
     answer = await wire.handler(
         OTHER_PEER, codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, SWARM)))
     )
-    told = [
+    result = [
         open_summary(frame, SWARM)[0]
         for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries
     ]
-    assert told == [PEER, name]
-    assert (node.version_of(name), node.version_of("nobody")) == ("0.1.0", "")
+    assert result == [PEER, name]
+    assert (node.version_of(name), node.version_of("unknown")) == ("0.1.0", "")
 
 
 @pytest.mark.parametrize(
@@ -263,23 +262,23 @@ async def test_response_has_own_and_other_summaries():
         b"",
     ],
     ids=[
-        "of somebody else",
+        "of another signer",
         "of another swarm",
         "nested arrays",
         "a map of 2**32 entries",
         "nothing",
     ],
 )
-async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
+async def test_hostile_request_is_malformed(request_bytes):
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW)
+    node = make_node(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
         await wire.handler(OTHER_PEER, request_bytes)
-    assert node.statistics() == SummaryStatistics(heard=dict.fromkeys(summaries.OUTCOMES, 0))
+    assert node.statistics() == SummaryStatistics(received=dict.fromkeys(summaries.OUTCOMES, 0))
 
 
 @pytest.mark.parametrize(
-    ("answer", "heard"),
+    ("answer", "received"),
     [
         (
             response(seal_summary(summary(), OTHER_KEY, OTHER_SWARM), b"\xc1", b"\x91" * 512),
@@ -292,22 +291,22 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
         (None, {"failed": 1}),
     ],
 )
-async def test_invalid_response_is_counted(answer, heard):
-    node = ours(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
+async def test_invalid_response_is_counted(answer, received):
+    node = make_node(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
     await node.round([OTHER_PEER])
-    assert {outcome: n for outcome, n in node.statistics().heard.items() if n} == heard
+    assert {outcome: n for outcome, n in node.statistics().received.items() if n} == received
 
 
 async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
+    node = make_node(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
-    assert (node.statistics().rows, node.statistics().heard["unwelcome"]) == ([], 1)
+    assert (node.statistics().rows, node.statistics().received["unwelcome"]) == ([], 1)
 
 
-async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
+async def test_frequent_requests_are_refused(autojump_clock):
     wire = Wire()
-    ours(wire)
+    make_node(wire)
     for _ in range(summaries.REQUEST_BURST):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
     with pytest.raises(PeerError, match="too many requests"):
@@ -318,7 +317,7 @@ async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
 
 async def test_clock_offset_uses_rejected_summaries():
     wire = Wire()
-    node = ours(wire, clock=lambda: NOW - 400)
+    node = make_node(wire, clock=lambda: NOW - 400)
     for number in range(3):
         key = Ed25519PrivateKey.from_private_bytes(bytes([40 + number]) * 32)
         frame = seal_summary(summary(NOW + number), key, SWARM)
@@ -329,7 +328,7 @@ async def test_clock_offset_uses_rejected_summaries():
     assert node.statistics().rows == []
 
 
-# ---- what is shown of it
+# ---- displayed summaries
 
 
 def test_displayed_name_is_short_and_printable():
@@ -341,15 +340,15 @@ def test_displayed_name_is_short_and_printable():
 
 def test_own_summary_is_within_bounds():
     report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
-    told = own_summary(
+    result = own_summary(
         NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5),
         report,
         int(NOW * 1000),
         published=4,
         peers=2,
     )
-    assert open_summary(seal_summary(told, KEY, SWARM), SWARM) == (PEER, told)
-    assert (told.reward, told.uptime, told.step) == (1.0, 0, 3)
+    assert open_summary(seal_summary(result, KEY, SWARM), SWARM) == (PEER, result)
+    assert (result.reward, result.uptime, result.step) == (1.0, 0, 3)
     assert own_summary(NodeInfo(version="1"), None, 0, published=0, peers=0).reward == -1
 
 

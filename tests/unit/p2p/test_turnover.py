@@ -36,7 +36,7 @@ def connect(known, peer, *, inbound=False, now=0.0):
 def test_full_bootstrap_drops_its_oldest_inbound_peers():
     assert peers_to_drop(links(75), 100, 1000.0) == []
     assert peers_to_drop(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
-    # whoever has just come has not been told of others yet
+    # new peers have not received addresses yet
     assert peers_to_drop(links(80), 100, SETTLED_SECONDS) == ["p0"]
 
 
@@ -55,17 +55,18 @@ def test_largest_group_is_dropped_first():
 
 
 def test_oldest_outbound_half_is_never_replaced():
-    ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
+    outbound, inbound = links(8, inbound=False, name="out"), links(20, name="in")
     gone = {
-        peer_to_replace([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)
+        peer_to_replace([*inbound, *outbound], 16, 1000.0, random.Random(seed))
+        for seed in range(100)
     }
-    assert gone == {"ours4", "ours5", "ours6", "ours7"}
+    assert gone == {"out4", "out5", "out6", "out7"}
     # not before there are enough
-    assert peer_to_replace([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None
-    assert peer_to_replace([*ours], 16, 1000.0, random.Random(0)) is None
+    assert peer_to_replace([*inbound, *outbound[:7]], 16, 1000.0, random.Random(0)) is None
+    assert peer_to_replace([*outbound], 16, 1000.0, random.Random(0)) is None
     assert (
         peer_to_replace(
-            [*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0)
+            [*inbound, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0)
         )
         is None
     )
@@ -102,10 +103,10 @@ def test_member_with_enough_peers_redials_bootstrap_late():
     alone.add("boot", address(0), "bootstrap", 0.0)
     connect(alone, "boot")
     alone.record_disconnected("boot", 100.0)
-    assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
+    assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]
 
 
-def test_only_outbound_peers_are_believed_once_enough():
+def test_reports_of_inbound_peers_are_ignored_once_enough():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -119,7 +120,7 @@ def test_only_outbound_peers_are_believed_once_enough():
     assert not known.accepts_reports("unknown")
 
 
-def test_rejected_newcomer_does_not_believe_inbound_peers():
+def test_rejected_newcomer_ignores_reports_of_inbound_peers():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)
@@ -128,9 +129,7 @@ def test_rejected_newcomer_does_not_believe_inbound_peers():
     for _ in range(peers.TRIES_TO_GET_IN):
         assert not known.accepts_reports("finder")
         known.record_failed("boot", 0.0)
-    assert known.accepts_reports(
-        "finder"
-    )  # whoever cannot be reached at all shall not keep a node alone
+    assert known.accepts_reports("finder")  # an unreachable bootstrap peer does not isolate a node
     known.add("third", address(7), "bootstrap", 0.0)
     connect(known, "other")
     assert known.accepts_reports("finder")
@@ -140,8 +139,8 @@ def crowded():
     """Return a table with eight outbound and ninety inbound peers."""
     known = table()
     for number in range(8):
-        known.add(f"ours{number}", address(number), "exchange", 0.0)
-        connect(known, f"ours{number}")
+        known.add(f"out{number}", address(number), "exchange", 0.0)
+        connect(known, f"out{number}")
     for number in range(90):
         known.record_connected(f"guest{number}", inbound=True, now=0.0)
         known.add_self_reported(f"guest{number}", address(100 + number), 0.0)
@@ -151,17 +150,17 @@ def crowded():
 def test_peer_that_dials_all_is_not_shared_by_all():
     known = crowded()
     known.add("boot", address(200), "bootstrap", 0.0)
-    told = [peer for peer, _ in known.peers_to_share(32, exclude="x", scope=PUBLIC)]
-    assert sum(peer.startswith("ours") for peer in told) == 8
-    assert sum(peer.startswith("guest") for peer in told) == 8 // peers.GUEST_SHARE
+    shared = [peer for peer, _ in known.peers_to_share(32, exclude="x", scope=PUBLIC)]
+    assert sum(peer.startswith("out") for peer in shared) == 8
+    assert sum(peer.startswith("guest") for peer in shared) == 8 // peers.GUEST_SHARE
     for number in range(8):
-        known.record_disconnected(f"ours{number}", 100.0)
-    assert len(known.peers_to_share(32, exclude="x", scope=PUBLIC)) == 32  # there is nobody else
+        known.record_disconnected(f"out{number}", 100.0)
+    assert len(known.peers_to_share(32, exclude="x", scope=PUBLIC)) == 32
 
 
 def test_node_without_bootstrap_shares_inbound_peers():
-    told = [peer for peer, _ in crowded().peers_to_share(32, exclude="x", scope=PUBLIC)]
-    assert sum(peer.startswith("guest") for peer in told) > 20
+    shared = [peer for peer, _ in crowded().peers_to_share(32, exclude="x", scope=PUBLIC)]
+    assert sum(peer.startswith("guest") for peer in shared) > 20
 
 
 def test_full_table_is_a_uniform_sample_of_reports():
@@ -175,7 +174,7 @@ def test_full_table_is_a_uniform_sample_of_reports():
     assert math.isclose(kept / peers.MAX_PEERS, 0.5, abs_tol=0.06)
 
 
-def test_those_of_one_network_are_dialled_last():
+def test_crowded_networks_are_dialled_last():
     known = table()
     for number in range(8):
         known.add(f"liar{number}", f"/ip4/30.0.0.{number + 1}/tcp/1", "exchange", 0.0)

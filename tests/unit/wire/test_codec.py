@@ -44,11 +44,11 @@ def test_limit_is_inclusive():
     assert reason_of(codec.decode, frame, Envelope, len(frame) - 1) == "oversize"
 
 
-def test_oversize_is_found_before_anything_is_decoded():
+def test_oversize_is_checked_before_decoding():
     assert reason_of(codec.decode, b"\xc1" * 100, Envelope, 99) == "oversize"
 
 
-def test_payload_limit_holds_for_what_was_decompressed():
+def test_limit_applies_after_decompression():
     payload = frames.pack(frames.changed(frames.GROUP, "completions.0.text", "a" * 1000))
     compressed = codec.compress(payload)
     envelope = Envelope(b"", compressed, b"", "zstd")
@@ -70,7 +70,7 @@ def test_field_at_its_default_must_still_be_sent():
     )
 
 
-def test_decoding_takes_any_bytes_like_that_libp2p_hands_out():
+def test_decodes_every_bytes_like_type():
     frame = frames.sealed(frames.GROUP)
     assert codec.decode(bytearray(frame), Envelope, len(frame)) == codec.decode(
         frame, Envelope, len(frame)
@@ -83,7 +83,7 @@ def test_compression_round_trips(size):
     assert codec.decompress(codec.compress(data), size) == data
 
 
-def test_compression_declares_its_size_and_asks_for_little_history():
+def test_compression_declares_size_and_small_window():
     parameters = zstandard.get_frame_parameters(codec.compress(bytes(limits.GROUP_BYTES)))
     assert parameters.content_size == limits.GROUP_BYTES
     assert parameters.window_size <= limits.ZSTD_WINDOW_BYTES
@@ -103,7 +103,7 @@ def test_own_groups_pass_the_same_checks():
     assert codec.check_group(GROUP) is None
 
 
-def test_lone_surrogate_is_found_before_signing():
+def test_lone_surrogate_is_rejected_before_signing():
     broken = msgspec.structs.replace(GROUP.completions[0], text="\ud800")
     assert (
         reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken]))
@@ -111,7 +111,7 @@ def test_lone_surrogate_is_found_before_signing():
     )
 
 
-def test_response_with_the_most_groups_fits_its_cap():
+def test_largest_response_fits_its_limit():
     largest = GroupResponse("ok", bytes(limits.GROUP_BYTES - limits.PULLED + 1))
     others = [GroupResponse("ok", b"1")] * (limits.PULLED - 1)
     response = GroupsResponse([largest, *others])

@@ -53,13 +53,13 @@ def test_any_change_breaks_the_signature(changes):
     assert not is_valid(msgspec.structs.replace(SIGNED, **changes))
 
 
-def test_signature_means_nothing_in_another_swarm_or_domain():
+def test_signature_is_bound_to_swarm_and_domain():
     assert not is_valid(SIGNED, swarm=frames.OTHER_SWARM)
     assert not is_valid(SIGNED, domain=b"swarmnode/rollout/2")
 
 
 @pytest.mark.parametrize("key", frames.SMALL_ORDER_KEYS, ids=bytes.hex)
-def test_a_key_of_small_order_signs_nothing(key):
+def test_small_order_key_is_rejected(key):
     signed = next(
         payload
         for payload in (b"%d" % number for number in range(1000))
@@ -90,7 +90,7 @@ def test_sealed_group_opens():
 @pytest.mark.parametrize(
     ("ids", "kept_as"), [(bytes(2**16), "zstd"), (random.Random(0).randbytes(2**16), "raw")]
 )
-def test_seal_compresses_only_what_gets_shorter(ids, kept_as):
+def test_seal_compresses_only_if_shorter(ids, kept_as):
     one = msgspec.structs.replace(GROUP.completions[0], tokens=2**14, token_ids=ids)
     group = msgspec.structs.replace(
         GROUP,
@@ -104,7 +104,7 @@ def test_seal_compresses_only_what_gets_shorter(ids, kept_as):
     assert len(opened.payload) == min(len(payload), len(codec.compress(payload)))
 
 
-def test_signature_is_looked_at_before_the_payload():
+def test_signature_is_checked_before_the_payload():
     """Otherwise a forger could make another peer appear to send garbage."""
     forged = codec.encode(msgspec.structs.replace(SIGNED, payload=b"\xc1"))
     with pytest.raises(BadMessage, match="signature"):
@@ -134,7 +134,7 @@ def test_uncompressed_envelope_is_minimal(changes, reason):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_peer_id_is_libp2ps(seed):
+def test_peer_id_matches_libp2p(seed):
     public = (
         Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest())
         .public_key()
@@ -153,7 +153,7 @@ def test_content_id_is_blake2b_256():
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_a_peer_id_is_its_key(seed):
+def test_peer_id_round_trips(seed):
     key = Ed25519PrivateKey.from_private_bytes(seed)
     public = key.public_key().public_bytes_raw()
     peer = envelope.peer_id(public)
@@ -164,6 +164,6 @@ def test_a_peer_id_is_its_key(seed):
     st.text(max_size=80)
     | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80)
 )
-def test_other_text_is_no_peer_id(text):
+def test_other_text_is_not_a_peer_id(text):
     assert envelope.peer_key(text) is None
     assert envelope.peer_key("1" + text) is None

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmnode.wire import ids
-from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.manifest import swarm_id
 
 TASKS = {"a": "1", "b": "2"}
 

@@ -17,7 +17,7 @@ def test_logprobs_are_little_endian_f32():
     assert unpack_logprobs(b"\x00\x00\x00\xbf").tolist() == [-0.5]
 
 
-def test_nothing_packs_to_nothing():
+def test_empty_array_packs_to_no_bytes():
     assert pack_ids([]) == pack_logprobs([]) == b""
     assert unpack_ids(b"").shape == unpack_logprobs(b"").shape == (0,)
 
@@ -40,6 +40,6 @@ def test_unpacked_array_is_a_read_only_view():
         unpack_ids(pack_ids([1]))[0] = 2
 
 
-def test_array_of_another_layout_packs_alike():
+def test_memory_layout_does_not_matter():
     logprobs = np.array([[-1.0, -2.0], [-3.0, -4.0]], dtype=">f8")
     assert pack_logprobs(logprobs[:, 0]) == pack_logprobs([-1.0, -3.0])
