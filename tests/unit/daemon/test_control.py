@@ -22,7 +22,7 @@ from swarmnode.files import lock_data_dir, make_data_dir
 from tests.support.waiting import until
 
 
-class StillMachine(Machine):
+class FakeMachine(Machine):
     battery, load = False, 0.0
 
     def on_battery(self):
@@ -51,7 +51,7 @@ async def controlled(data_dir, machine=None, rest_when=(), trains=True):
     try:
         async with trio.open_nursery() as nursery:
             served = Control(
-                data_dir, rest_when, machine or StillMachine(), finished.set, trains=trains
+                data_dir, rest_when, machine or FakeMachine(), finished.set, trains=trains
             )
             nursery.start_soon(served.run)
             await until(lambda: listens(data_dir / SOCKET))
@@ -195,7 +195,7 @@ def full(*_):
 
 
 async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
-    machine = StillMachine()
+    machine = FakeMachine()
     machine.battery = True
     async with controlled(tmp_path, machine, ["battery"]):
         await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
@@ -204,7 +204,7 @@ async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
 
 
 async def test_resume_reports_remaining_reasons(tmp_path, capsys):
-    machine = StillMachine()
+    machine = FakeMachine()
     machine.battery = True
     async with controlled(tmp_path, machine, ["battery"]):
         await until(lambda: pauses.read(tmp_path).keys() == {"battery"})

@@ -50,7 +50,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Asked:
+class RecordedRequests:
     """A real host's requests; simulated peers call the handlers as streams would."""
 
     def __init__(self, real):
@@ -72,8 +72,8 @@ class Node:
     """The parts of a network process around one real host, except those that wait for a trainer."""
 
     def __init__(self, network, key, directory):
-        self.network, self.asked = network, Asked(network.requests)
-        network.requests = self.asked
+        self.network, self.recorded = network, RecordedRequests(network.requests)
+        network.requests = self.recorded
         self.exchange = RolloutExchange(
             network,
             InProcessScorer(),
@@ -82,7 +82,7 @@ class Node:
             SharingConfig(),
         )
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
-        summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
+        summaries = Summaries(self.recorded, network.peer_id, key, SWARM, network.connected)
         meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
         parts = ObservedParts(
             network,
@@ -132,7 +132,7 @@ class Node:
         return time.process_time() - began
 
     async def ask(self, peer, protocol, request):
-        return await self.asked.handlers[protocol](peer, codec.encode(request))
+        return await self.recorded.handlers[protocol](peer, codec.encode(request))
 
     def samples(self):
         """Return the (metric, labels) pairs of a scrape."""
