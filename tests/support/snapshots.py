@@ -349,7 +349,7 @@ def example_at(t: float) -> NodeSnapshot:
             reward_median=0.1 + 0.5 * learnt,
             policy_version_median=float(steps),
             rows=claims,
-            heard={"taken": int(t / 10), "known": int(t / 4), "old": 1},
+            received={"taken": int(t / 10), "known": int(t / 4), "old": 1},
             clock_offset_seconds=-0.4,
         ),
         disk=DiskStatistics(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
