@@ -19,10 +19,9 @@ from benchmarks.lib.pull_hosts import SETTLE_SECONDS, SWARM, Meter, connected_ho
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author
 from swarmnode.rollouts.admission import Admission
-from swarmnode.rollouts.exchange import Hooks, Server
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.sampling import spread
-from swarmnode.rollouts.shelf import Shelf
+from swarmnode.rollouts.shelf import Shelf, ShelfServer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -70,10 +69,13 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
         async with connected_hosts(2, 0, Path(directory)) as ((server, _), (client, _)):
             shelf = Shelf(b"", SWARM, LIFE)
             frames = _fill(shelf, size)
-            hooks = Hooks(
-                lambda what: True, lambda peer: 1.0, lambda peer: True, lambda group: None
-            )
-            Server(server, shelf, hooks, clock).start()
+            ShelfServer(
+                server.requests,
+                shelf,
+                allows=lambda: True,
+                gives=lambda peer: True,
+                clock=clock,
+            ).start()
             admission = Admission(
                 SWARM, client.peer_id, BUILTIN_TASKS, SharingConfig(groups_per_second=16)
             )

@@ -36,7 +36,7 @@ from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
 from swarmnode.rollouts.pool import PoolStatistics
-from swarmnode.rollouts.puller import BeliefStatistics
+from swarmnode.rollouts.puller import ListingStatistics
 from swarmnode.rollouts.shelf import ServingStatistics, ShelfStatistics
 from swarmnode.stages.crew import CrewStatistics, SlotStatistics
 from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
@@ -285,7 +285,7 @@ def example_at(t: float) -> NodeSnapshot:
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
-                claims=BeliefStatistics(8, {"absent": 1}, 2),
+                claims=ListingStatistics(8, {"absent": 1}, 2),
             ),
             serving=ServingStatistics({"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000)),
             pool=PoolStatistics(
