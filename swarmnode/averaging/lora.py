@@ -69,7 +69,7 @@ def residual(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor
 
 
 def _inner(b1: torch.Tensor, a1: torch.Tensor, b2: torch.Tensor, a2: torch.Tensor) -> float:
-    """⟨B₁A₁, B₂A₂⟩ of matrices (out, in)."""
+    """Return ⟨B₁A₁, B₂A₂⟩ of matrices (out, in)."""
     return float(((b1.T @ b2) * (a1 @ a2.T)).sum())
 
 

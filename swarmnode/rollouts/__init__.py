@@ -1,2 +1,4 @@
-"""SAPO: groups, admission, the pool and sampling from it. No torch; only exchange.py and the parts
-that it wires touch the network."""
+"""SAPO (arXiv 2509.08721) in the network process: sharing of rollouts. No torch.
+
+Read `exchange.py` first, then `admission.py` and `pool.py`.
+"""

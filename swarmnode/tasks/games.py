@@ -240,8 +240,8 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         ),
         # Each step costs 1, a fall 100: 20 steps or fewer without a fall are worth 1.
         "CliffWalking-v1": ToyText(
-            "Walk to the goal. Y is you, G is the goal, C is the cliff, S the start; whoever steps"
-            " off the cliff begins again at the start.",
+            "Walk to the goal. Y is you, G is the goal, C is the cliff, S the start. A step off the"
+            " cliff leads back to the start.",
             ("up", "right", "down", "left"),
             _show_cliff,
             -120.0,

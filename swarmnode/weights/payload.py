@@ -48,7 +48,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 
 def build(header: Header, bodies: Sequence[bytes]) -> bytes:
-    """The payload of `header` and `bodies`."""
+    """Return the payload of `header` and `bodies`."""
     head = strict.encode(header)
     return b"".join((len(head).to_bytes(4, "big"), head, *bodies))
 
