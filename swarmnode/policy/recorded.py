@@ -2,7 +2,8 @@
 
 A step of one token consists of about a thousand small kernels, and launching them from Python takes
 several times longer than running them. A CUDA graph launches all of them at once. On an H200 with
-0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of 0.85 s (benchmarks/RESULTS.md).
+0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of 0.85 s (benchmarks/RESULTS.md, with
+one graph for all rows and columns).
 
 A graph has fixed shapes, but the number and length of active rows change. So both are rounded up:
 with multiples of 16 rows and 256 columns, 13 rows of up to 90 tokens run as 16 rows and 256

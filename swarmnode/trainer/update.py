@@ -153,6 +153,11 @@ class TokenSums:
     gap: float = 0.0
     """Sum of |Δ log-probability| to the sampler."""
 
+    @classmethod
+    def read(cls, sums: torch.Tensor) -> TokenSums:
+        """Return the numbers (8,) of one micro-batch, in the order of the fields."""
+        return cls(*sums.tolist())
+
     def __add__(self, other: TokenSums) -> TokenSums:
         return TokenSums(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
@@ -369,7 +374,7 @@ class Updater:
                     gap,
                 ]
             )
-            return TokenSums(*sums.tolist())
+            return TokenSums.read(sums)
 
         def accumulate(
             batcher: MicroBatcher, indices: list[int], recompute: bool = False, alone: bool = False
