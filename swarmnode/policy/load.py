@@ -232,7 +232,7 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
         )
 
         if isinstance(error, GatedRepoError):
-            why = "its licence must be accepted on the Hub first"
+            why = "accept its licence on the Hub, then run `hf auth login` or set HF_TOKEN"
         elif isinstance(error, RepositoryNotFoundError):
             why = "neither a directory nor a model on the Hub"
         elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):

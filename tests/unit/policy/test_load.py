@@ -254,8 +254,8 @@ def test_code_that_comes_with_a_model_is_not_run(llama):
 
 
 def test_a_model_that_is_no_causal_lm(llama):
-    edit_config(llama, model_type="t5", architectures=["T5Model"])
-    with pytest.raises(Unavailable):
+    edit_config(llama, model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
+    with pytest.raises(Unavailable, match="no causal language model of type qwen3_vl: use a text"):
         load_policy(cpu(llama))
 
 
