@@ -101,7 +101,11 @@ def _add_dimensions(config: Mapping[str, object], shapes: Shapes) -> Mapping[str
     text = {**config, **nested} if isinstance(nested, dict) else config
     rows = {
         part: max(
-            (dims[0] for name, dims in shapes.items() if part in name and "vision" not in name),
+            (
+                dims[0]
+                for name, dims in shapes.items()
+                if part in name and "vision" not in name and len(dims) == 2
+            ),
             default=None,
         )
         for part in ("q_proj.weight", "k_proj.weight", "embed_tokens.weight")
