@@ -237,7 +237,9 @@ def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
     Raises:
         Unavailable: transformers has no causal language model for this configuration.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    # An exported text part has the text configuration, which also needs a class.
+    needed = (config, config.get_text_config(decoder=True))
+    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in needed):
         raise Unavailable(
             f"policy.model: transformers has no causal language model of type {config.model_type}:"
             " use a text model"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MllamaConfig
 
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.errors import DeviceError, Incompatible, StateError, Unavailable
@@ -257,6 +257,11 @@ def test_a_model_that_is_no_causal_lm(llama):
     edit_config(llama, model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
     with pytest.raises(Unavailable, match="no causal language model of type qwen3_vl: use a text"):
         load_policy(cpu(llama))
+
+
+def test_a_model_whose_export_could_not_be_opened_is_refused():
+    with pytest.raises(Unavailable, match="no causal language model of type mllama"):
+        device.count_parameters(MllamaConfig())
 
 
 def test_weights_of_another_shape(llama):
