@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MllamaConfig
 
@@ -221,6 +223,15 @@ def test_a_hub_name_without_network_is_one_line(offline):
     ) as caught:
         load_policy(PolicyConfig(model="nobody/nothing-at-all"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_gated_model_names_the_remedy():
+    def read():
+        response = httpx.Response(403, request=httpx.Request("GET", "https://example.org"))
+        raise GatedRepoError("gated", response=response)
+
+    with pytest.raises(Unavailable, match="accept its licence on the Hub, then run `hf auth"):
+        load.offline(PolicyConfig(model="owner/gated"), read)
 
 
 def test_directory_without_a_model_is_refused(tmp_path):
