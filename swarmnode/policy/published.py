@@ -16,6 +16,9 @@ HEADER_BYTES = 100 * 2**20
 NO_LAYER = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
 """Parts of the names of matrices without an adapter."""
 
+GATED = "accept its licence on the Hub, then run `hf auth login` or set HF_TOKEN"
+"""Remedy if a Hub model is gated."""
+
 Shapes = Mapping[str, Sequence[int]]
 """Tensor name → its dimensions."""
 
@@ -61,6 +64,7 @@ def shape_on_hub(model: str, revision: str | None) -> Shape:
     """
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
     from huggingface_hub.errors import (
+        GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
         NotASafetensorsRepoError,
@@ -69,6 +73,8 @@ def shape_on_hub(model: str, revision: str | None) -> Shape:
 
     try:
         config = _config(Path(hf_hub_download(model, "config.json", revision=revision)))
+    except GatedRepoError:
+        raise Unavailable(f"{model}: {GATED}") from None
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
         raise Unavailable(
             f"{model}: neither a directory nor a model on the Hub ({_first_line(error)})"

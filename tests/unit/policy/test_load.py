@@ -17,6 +17,7 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import score
+from swarmnode.policy.published import published_shape
 
 ROWS = [([5, 9, 20], [30, 31, 1])]
 
@@ -225,13 +226,16 @@ def test_a_hub_name_without_network_is_one_line(offline):
     assert "\n" not in str(caught.value)
 
 
-def test_a_gated_model_names_the_remedy():
+def test_a_gated_model_names_the_remedy(monkeypatch):
     def read():
         response = httpx.Response(403, request=httpx.Request("GET", "https://example.org"))
         raise GatedRepoError("gated", response=response)
 
     with pytest.raises(Unavailable, match="accept its licence on the Hub, then run `hf auth"):
         load.offline(PolicyConfig(model="owner/gated"), read)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: read())
+    with pytest.raises(Unavailable, match="owner/gated: accept its licence"):
+        published_shape("owner/gated")
 
 
 def test_directory_without_a_model_is_refused(tmp_path):
