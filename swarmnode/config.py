@@ -260,11 +260,11 @@ class PolicyConfig(Section):
     has it, float16 on a V100 or T4, else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Store the frozen base model in 8 or 4 bits. Needs an adapter, a CUDA device and the extra
-    `quant`."""
+    """Store the frozen base model in 8 or 4 bits. Needs an adapter, a CUDA device and
+    `pip install bitsandbytes`."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """Optimizer. `adamw_8bit` stores Adam's moments in 8 bits, which saves 6 bytes per trained
-    parameter. Needs a CUDA device and the extra `quant`."""
+    parameter. Needs a CUDA device and `pip install bitsandbytes`."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the trainer. 0: torch decides."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)

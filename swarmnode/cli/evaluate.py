@@ -38,7 +38,8 @@ def evaluate(
     task
         May be repeated. By default the tasks of the manifest or of the configuration.
     questions
-        Number of held-out questions per task. Every run uses the same questions.
+        Number of held-out questions per task; of a dataset at most its held-out rows. Every run
+        uses the same questions.
     samples
         Number of sampled answers per question, at most 63.
     k

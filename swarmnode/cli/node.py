@@ -142,7 +142,7 @@ def _find_model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
         elif not (directory / "config.json").is_file():
             yield "policy.model", f"{model}: no config.json in this directory"
     elif model.startswith(("/", ".", "~")):
-        yield "policy.model", f"{model}: no such directory"
+        yield "policy.model", f"{directory.absolute()}: no such directory"
     elif model != EMBEDDED:
         if difflib.SequenceMatcher(None, model, EMBEDDED).ratio() > 0.9:
             yield "policy.model", f"{model!r}: did you mean 'embedded'?"

@@ -152,8 +152,8 @@ def _format_trials(task: str, tried: Sequence[QuestionTrial], function: str) -> 
                 else ""
             )
             lines.append(
-                f"   sampled {_shorten(each.sampled)!r}{extracted}: reward"
-                f" {each.reward if each.reward is not None else '-'}"
+                f"   sampled {_shorten(each.sampled)!r}{' (cut)' if each.cut else ''}{extracted}:"
+                f" reward {each.reward if each.reward is not None else '-'}"
             )
         if each.right is not None and each.right_reward is not None:
             lines.append(f"   right answer {_shorten(each.right)!r}: reward {each.right_reward:g}")
@@ -172,6 +172,11 @@ def _format_trials(task: str, tried: Sequence[QuestionTrial], function: str) -> 
             else "check verifier, extract and the answers"
         )
         lines.append(f"{lost} of {len(rights)} right answers score below 1: {hint}")
+    if cut := sum(each.cut for each in tried):
+        lines.append(
+            f"{cut} sampled answers were cut at training.max_completion_length: raise it, ask for"
+            " shorter answers, or turn thinking off (policy.chat = { enable_thinking = false })"
+        )
     failed = sum(bool(each.error) for each in tried)
     lines.append(
         f"{task}: {len(tried)} questions, {len({each.prompt for each in tried})} different{mean},"
@@ -188,8 +193,9 @@ def _shorten(text: str | None) -> str:
     return line if len(line) <= MAX_TEXT_CHARACTERS else line[:MAX_TEXT_CHARACTERS] + "…"
 
 
-def _sample_answers(config_json: str, prompts: Sequence[str]) -> list[str]:
-    """Sample one answer of the policy to each prompt, in a child process.
+def _sample_answers(config_json: str, prompts: Sequence[str]) -> list[tuple[str, str]]:
+    """Sample one answer of the policy to each prompt, in a child process. Return (text, finish) of
+    each.
 
     Raises:
         Unavailable: The child failed; the message ends with the last line of its stderr.
@@ -215,5 +221,5 @@ def _sample_answers(config_json: str, prompts: Sequence[str]) -> list[str]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise Unavailable(f"the policy cannot answer: {last[:500]} (--no-sample does not need it)")
-    answers: list[str] = json_module.loads(done.stdout.strip().splitlines()[-1])
+    answers: list[tuple[str, str]] = json_module.loads(done.stdout.strip().splitlines()[-1])
     return answers

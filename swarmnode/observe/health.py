@@ -33,6 +33,8 @@ REJECTED_LEAST = 20
 
 COLLAPSED_SHARE = 0.9
 """Share of majority votes for one answer above which it is reported."""
+CUT_SHARE = 0.9
+"""Share of a step's answers cut at the length limit above which it is reported."""
 NOT_FINITE_STEPS = 5
 STEPS_WITHOUT_UPDATE = 20
 """Steps in a row without an update after which it is reported."""
@@ -242,6 +244,11 @@ def troubles(s: NodeSnapshot) -> list[str]:
         found.append(
             f"{report.top_answer_share:.0%} of the majority votes chose the same answer: stop the"
             " node and restore an earlier state"
+        )
+    if report is not None and (report.completion_cut_share or 0.0) > CUT_SHARE:
+        found.append(
+            f"{report.completion_cut_share:.0%} of the answers are cut at"
+            " training.max_completion_length: raise it, or let the model answer briefly"
         )
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:
         found.append(

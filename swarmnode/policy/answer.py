@@ -1,5 +1,5 @@
 """`python -m swarmnode.policy.answer --config FILE`, with prompts as a JSON list on stdin: samples
-one completion per prompt, as JSON on stdout.
+one completion per prompt. Prints [text, finish] of each as JSON.
 
 `swarmnode task try` starts it as a separate process, so that the command line does not load torch.
 """
@@ -17,8 +17,10 @@ from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 
 
-def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> list[str]:
-    """Return one completion per prompt, sampled as in training.
+def answers(
+    cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]
+) -> list[tuple[str, str]]:
+    """Return (text, finish) of one completion per prompt, sampled as in training.
 
     Raises:
         LocalError: The model does not exist, does not fit, or cannot be sampled from.
@@ -27,11 +29,11 @@ def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> 
     try_sampling(f"policy.model {cfg.model!r}", policy, training)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
-    found = []
+    found = list[tuple[str, str]]()
     # One by one, because several long answers may not fit into memory.
     for prompt in prompts:
         (group,) = generate(policy, [prompt], sampling, generator)
-        found.append(group.completions[0].text)
+        found.append((group.completions[0].text, group.completions[0].finish))
     return found
 
 

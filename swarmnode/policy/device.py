@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, Unavailable
@@ -227,7 +232,18 @@ def map_large_tensors() -> None:
 
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """Return (number of parameters, inputs + outputs summed over the linear layers) of the
-    architecture, without allocating it."""
+    architecture, without allocating it.
+
+    Raises:
+        Unavailable: transformers has no causal language model for this configuration.
+    """
+    # An exported text part has the text configuration, which also needs a class.
+    needed = (config, config.get_text_config(decoder=True))
+    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in needed):
+        raise Unavailable(
+            f"policy.model: transformers has no causal language model of type {config.model_type}:"
+            " use a text model"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()

@@ -37,6 +37,7 @@ from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
+from swarmnode.policy.published import GATED
 from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import Chat, vocabulary
 from swarmnode.policy.ways import rounding
@@ -232,7 +233,7 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
         )
 
         if isinstance(error, GatedRepoError):
-            why = "its licence must be accepted on the Hub first"
+            why = GATED
         elif isinstance(error, RepositoryNotFoundError):
             why = "neither a directory nor a model on the Hub"
         elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):

@@ -16,6 +16,9 @@ HEADER_BYTES = 100 * 2**20
 NO_LAYER = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
 """Parts of the names of matrices without an adapter."""
 
+GATED = "accept its licence on the Hub, then run `hf auth login` or set HF_TOKEN"
+"""Remedy if a Hub model is gated."""
+
 Shapes = Mapping[str, Sequence[int]]
 """Tensor name → its dimensions."""
 
@@ -33,7 +36,7 @@ def published_shape(model: str, revision: str | None = None) -> Shape:
     if directory.is_dir():
         return shape_in(directory)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise Unavailable(f"{model}: no such directory")
+        raise Unavailable(f"{directory.absolute()}: no such directory")
     return shape_on_hub(model, revision)
 
 
@@ -50,10 +53,7 @@ def shape_in(directory: Path) -> Shape:
         for file in sorted(directory.glob("*.safetensors"))
         for name, dims in headers(file)
     }
-    shape = Shape.of_config(config)
-    return (
-        shape.counted(*count(shapes, bool(config.get("tie_word_embeddings")))) if shapes else shape
-    )
+    return _shape(config, shapes)
 
 
 def shape_on_hub(model: str, revision: str | None) -> Shape:
@@ -64,6 +64,7 @@ def shape_on_hub(model: str, revision: str | None) -> Shape:
     """
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
     from huggingface_hub.errors import (
+        GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
         NotASafetensorsRepoError,
@@ -72,21 +73,55 @@ def shape_on_hub(model: str, revision: str | None) -> Shape:
 
     try:
         config = _config(Path(hf_hub_download(model, "config.json", revision=revision)))
+    except GatedRepoError:
+        raise Unavailable(f"{model}: {GATED}") from None
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
         raise Unavailable(
             f"{model}: neither a directory nor a model on the Hub ({_first_line(error)})"
         ) from None
-    shape = Shape.of_config(config)
     try:
         metadata = get_safetensors_metadata(model, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HfHubHTTPError, ValueError):
-        return shape  # no headers are available; computed from config.json
+        return Shape.of_config(config)  # no headers are available
     shapes = {
         name: info.shape
         for file in metadata.files_metadata.values()
         for name, info in file.tensors.items()
     }
+    return _shape(config, shapes)
+
+
+def _shape(config: Mapping[str, object], shapes: Shapes) -> Shape:
+    """Return the shape of a configuration, with the numbers of its tensors if there are any."""
+    if not shapes:
+        return Shape.of_config(config)
+    shape = Shape.of_config(_add_dimensions(config, shapes))
     return shape.counted(*count(shapes, bool(config.get("tie_word_embeddings"))))
+
+
+def _add_dimensions(config: Mapping[str, object], shapes: Shapes) -> Mapping[str, object]:
+    """Return a configuration with the dimensions of its tensors, if config.json omits them. The
+    config.json of Gemma 3 omits those that are defaults of its class in transformers.
+    """
+    nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, dict) else config
+    rows = {
+        part: max(
+            (
+                dims[0]
+                for name, dims in shapes.items()
+                if part in name and "vision" not in name and len(dims) == 2
+            ),
+            default=None,
+        )
+        for part in ("q_proj.weight", "k_proj.weight", "embed_tokens.weight")
+    }
+    if ("vocab_size" in text and "num_attention_heads" in text) or None in rows.values():
+        return config
+    heads, keys, vocabulary = rows.values()
+    given = {"num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": vocabulary}
+    # Only heads × head size counts.
+    return {**text, **given, "head_dim": 1, "text_config": None}
 
 
 def _config(path: Path) -> Mapping[str, object]:

@@ -114,7 +114,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     file = Path(config.source).expanduser()
     local = file.suffix in (".jsonl", ".parquet") or file.exists()
     if local and not file.is_file():
-        raise ConfigError(f"{where}: {file}: no such file")
+        raise ConfigError(f"{where}: {file.absolute()}: no such file")
     if local and file.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"{where}: {file} is neither .jsonl nor .parquet: write each row as a line of JSON,"
@@ -275,7 +275,7 @@ def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple
             try:
                 columns = _parse_line(line)
                 _check_names(config, columns)
-                prompt = _read_prompt(config.prompt, columns)
+                columns[config.prompt] = prompt = _read_prompt(config.prompt, columns)
                 further: dict[str, Any] = {}
                 if config.verifier == MAJORITY and config.answer not in columns:
                     answer = ""
@@ -355,11 +355,13 @@ def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
 
 
 def _read_prompt(name: str, columns: Mapping[str, object]) -> str:
+    """Return the question of a row. A list of chat messages is converted to text."""
     prompt = columns[name]
     _check(name, prompt)
+    if isinstance(prompt, list):
+        prompt = _join_messages(name, prompt)
     if not isinstance(prompt, str):
-        hint = ": write the conversation as one text" if isinstance(prompt, list) else ""
-        raise ValueError(f": column {name!r} is not a text but {_describe_kind(prompt)}{hint}")
+        raise ValueError(f": column {name!r} is not a text but {_describe_kind(prompt)}")
     if not prompt.strip():
         raise ValueError(f": column {name!r} is empty: leave such rows out")
     if len(prompt) > PROMPT_CHARACTERS:
@@ -368,6 +370,23 @@ def _read_prompt(name: str, columns: Mapping[str, object]) -> str:
             " rows out"
         )
     return prompt
+
+
+def _join_messages(name: str, messages: list[object]) -> str:
+    """Return the text of one user message, after that of a system message if there is one."""
+    turns = [
+        (message.get("role"), message.get("content"))
+        for message in messages
+        if isinstance(message, dict)
+    ]
+    texts = [text for _, text in turns if isinstance(text, str) and text.strip()]
+    roles = [role for role, _ in turns]
+    if len(texts) < len(messages) or roles not in (["user"], ["system", "user"]):
+        raise ValueError(
+            f": column {name!r} is not one user message of text, with or without a system message"
+            " before it: write the conversation as one text"
+        )
+    return "\n\n".join(texts)
 
 
 def _read_answer(

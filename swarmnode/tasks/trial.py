@@ -27,6 +27,8 @@ class QuestionTrial:
     held_out: bool
     sampled: str | None
     """Answer of the policy; None without one."""
+    cut: bool
+    """True if the answer of the policy was cut at the length limit."""
     answer: str | None
     """Part of the sampled answer that is judged."""
     reward: float | None
@@ -99,10 +101,15 @@ def _make_ref(task: str, number: int) -> TaskRef:
 
 
 def try_task(
-    task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS
+    task: str,
+    sample: Callable[[Sequence[str]], Sequence[tuple[str, str]]] | None,
+    count: int = QUESTIONS,
 ) -> list[QuestionTrial]:
     """Ask `count` questions of `task`, half of them held out. For each question judge an empty
     answer, the right answer if the task has one, and the answer of `sample`.
+
+    Args:
+        sample: Returns (answer, finish) for each prompt.
 
     Raises:
         TaskUnknown: This node cannot regenerate a question.
@@ -120,26 +127,31 @@ def try_task(
         ]
         prompts = [result.prompt for result in asked if isinstance(result, Scored)]
         answers = iter(sample(prompts) if sample is not None and prompts else [])
-        sampled = [next(answers, None) if isinstance(result, Scored) else None for result in asked]
+        finished = [next(answers, None) if isinstance(result, Scored) else None for result in asked]
+        sampled = [each[0] if each is not None else None for each in finished]
+        cut = [each is not None and each[1] == "length" for each in finished]
         answers_to = [
             ["", *([marked(spec, right)] if right is not None else []), *([text] if text else [])]
             for right, text in zip(rights, sampled, strict=True)
         ]
         judged = scorer.score_many(list(zip(refs, answers_to, strict=True)))
     trials = []
-    for number, (question, right, text, result) in enumerate(
-        zip(asked, rights, sampled, judged, strict=True)
+    for number, (question, right, text, was_cut, result) in enumerate(
+        zip(asked, rights, sampled, cut, judged, strict=True)
     ):
         prompt = question.prompt if isinstance(question, Scored) else ""
         held_out = bool(number % 2)
         if isinstance(result, SwarmNodeError):
-            trials.append(QuestionTrial(prompt, held_out, text, None, None, 0.0, str(result)))
+            trials.append(
+                QuestionTrial(prompt, held_out, text, was_cut, None, None, 0.0, str(result))
+            )
             continue
         trials.append(
             QuestionTrial(
                 prompt,
                 held_out,
                 text,
+                was_cut,
                 extract(text, spec.extract, spec.fallback) if text is not None else None,
                 (result.rewards[-1] if text else result.rewards[0]) if text is not None else None,
                 result.rewards[0],

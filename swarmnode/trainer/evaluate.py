@@ -37,9 +37,12 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
 
 
 def held_out_refs(task: str, count: int) -> list[TaskRef]:
-    """Return the first `count` held-out questions of a task, which cycle through its
-    difficulties."""
+    """Return the first `count` held-out questions of a task, or all if a dataset has fewer. They
+    cycle through the task's difficulties."""
     version, seed, levels = task_version(task), evaluation_seed(task), TASKS[task].levels
+    if (rows := TASKS[task].rows) is not None:
+        # A repeated question would count as an independent one in the standard error.
+        count = min(count, rows.held_out)
     return [TaskRef(task, version, seed, i // levels, i % levels) for i in range(count)]
 
 

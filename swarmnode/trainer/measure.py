@@ -67,7 +67,8 @@ def open_model(cfg: PolicyConfig) -> Policy:
 def measure(
     policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig
 ) -> TaskScores:
-    """Evaluate the policy on the first `request.questions` held-out questions of `task`.
+    """Evaluate the policy on the first `request.questions` held-out questions of `task`, or on all
+    of them if a dataset has fewer.
 
     Raises:
         Unavailable: None of the questions can be generated, or none fits into the context.

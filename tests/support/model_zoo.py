@@ -12,8 +12,11 @@ from transformers import (
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
@@ -97,6 +100,7 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
     "mistral": lambda v: MistralConfig(
         vocab_size=v, num_key_value_heads=2, sliding_window=6, **SHAPE
     ),
+    "gemma": lambda v: GemmaConfig(vocab_size=v, num_key_value_heads=2, head_dim=8, **SHAPE),
     # caps its logits
     "gemma2": lambda v: Gemma2Config(
         vocab_size=v, num_key_value_heads=2, head_dim=8, sliding_window=6, **SHAPE
@@ -105,6 +109,31 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
         vocab_size=v, num_key_value_heads=2, head_dim=8, sliding_window=6, **SHAPE
     ),
     "phi3-longrope": _phi3_longrope,
+    "gemma4": lambda v: Gemma4TextConfig(
+        vocab_size=v,
+        vocab_size_per_layer_input=v,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=8,
+        sliding_window=6,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        **SHAPE,
+    ),
+    # with a vision tower, which text does not use
+    "gemma3-vision": lambda v: Gemma3Config(
+        text_config=CONFIGS["gemma3"](v).to_dict(),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    ),
     # learned positions
     "gpt2": lambda v: GPT2Config(
         vocab_size=v, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=LEARNED_POSITIONS

@@ -66,7 +66,10 @@ def serve_command(config: Config, cards: Path = NVIDIA_CARDS) -> ServeCommand:
         made.notes.append("the server and the trainer share this machine's one card")
     elif on_this_machine and here > 1:
         made.environment["CUDA_VISIBLE_DEVICES"] = str(here - 1)
-        made.notes.append(f"the server has card {here - 1}: leave it out of the trainer's")
+        others = ",".join(f"cuda:{card}" for card in range(here - 1))
+        made.notes.append(
+            f"the server uses card {here - 1}: start the node with --set policy.devices={others}"
+        )
     elif on_this_machine and server.kind == "vllm":
         made.environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
     if policy.model == EMBEDDED:

@@ -129,6 +129,16 @@ def test_samples_answers_of_the_policy(tmp_path, options):
         for each in tried
     )
     assert not any(each["error"] for each in tried)
+    assert not any(each["cut"] for each in tried)
+
+
+def test_cut_answers_are_counted_with_the_remedy(tmp_path, options):
+    given = ["--set", "training.max_completion_length=1", *options]
+    command = [sys.executable, "-m", "swarmnode", "task", "try", "builtin/sum", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("' (cut): reward 0.0\n") == 10
+    assert "10 sampled answers were cut at training.max_completion_length: raise" in done.stdout
 
 
 @pytest.mark.parametrize(

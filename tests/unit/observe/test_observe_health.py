@@ -267,6 +267,13 @@ def test_a_majority_for_one_answer_is_reported() -> None:
         assert [trouble[:25] for trouble in troubles(s)] == expected
 
 
+def test_answers_that_are_all_cut_are_reported() -> None:
+    for share, expected in ((0.9, []), (0.95, ["95% of the answers are cut"])):
+        report = replace(example().trainer.report, completion_cut_share=share)
+        s = replace(example(), trainer=replace(example().trainer, report=report))
+        assert [trouble[:26] for trouble in troubles(s)] == expected
+
+
 def test_the_reason_of_a_missing_trainer_is_reported() -> None:
     s = example()
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})

@@ -33,6 +33,7 @@ from swarmnode.policy.footprint import (
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
 from swarmnode.trainer import engine
+from tests.support.model_zoo import build
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -53,6 +54,21 @@ QWEN_1B5 = QWEN_7B | {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+
+
+def test_dimensions_that_config_json_omits_are_read_from_the_tensors(tmp_path, policies):
+    directory = build("gemma3-vision", tmp_path / "model", policies["llama"].tokenizer)
+    whole = published_shape(str(directory))
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    omitted = {"vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+    config["text_config"] = {k: v for k, v in config["text_config"].items() if k not in omitted}
+    file.write_text(json.dumps(config))
+    assert published_shape(str(directory)) == whole
+    assert (whole.queries, whole.keys) == (32, 16)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(Unavailable, match="has no num_attention_heads"):
+        published_shape(str(directory))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])

@@ -3,10 +3,12 @@
 import json
 import shutil
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MllamaConfig
 
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.errors import DeviceError, Incompatible, StateError, Unavailable
@@ -15,6 +17,7 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import score
+from swarmnode.policy.published import published_shape
 
 ROWS = [([5, 9, 20], [30, 31, 1])]
 
@@ -223,6 +226,18 @@ def test_a_hub_name_without_network_is_one_line(offline):
     assert "\n" not in str(caught.value)
 
 
+def test_a_gated_model_names_the_remedy(monkeypatch):
+    def read():
+        response = httpx.Response(403, request=httpx.Request("GET", "https://example.org"))
+        raise GatedRepoError("gated", response=response)
+
+    with pytest.raises(Unavailable, match="accept its licence on the Hub, then run `hf auth"):
+        load.offline(PolicyConfig(model="owner/gated"), read)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: read())
+    with pytest.raises(Unavailable, match="owner/gated: accept its licence"):
+        published_shape("owner/gated")
+
+
 def test_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(Unavailable, match=r"no config\.json"):
         load_policy(cpu(tmp_path))
@@ -254,9 +269,14 @@ def test_code_that_comes_with_a_model_is_not_run(llama):
 
 
 def test_a_model_that_is_no_causal_lm(llama):
-    edit_config(llama, model_type="t5", architectures=["T5Model"])
-    with pytest.raises(Unavailable):
+    edit_config(llama, model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
+    with pytest.raises(Unavailable, match="no causal language model of type qwen3_vl: use a text"):
         load_policy(cpu(llama))
+
+
+def test_a_model_whose_export_could_not_be_opened_is_refused():
+    with pytest.raises(Unavailable, match="no causal language model of type mllama"):
+        device.count_parameters(MllamaConfig())
 
 
 def test_weights_of_another_shape(llama):

@@ -58,6 +58,7 @@ def test_a_server_beside_the_trainer_leaves_it_room(model, cards):
     several = made(cards(3), model=model)
     assert several.environment["CUDA_VISIBLE_DEVICES"] == "2"
     assert "--gpu-memory-utilization" not in several.arguments
+    assert "--set policy.devices=cuda:0,cuda:1" in several.notes[0]
 
 
 def test_sglang_requests_have_its_field_names(model, cards):

@@ -397,12 +397,34 @@ def test_a_column_missing_in_some_rows_is_one_line(tmp_path):
         ("", "is empty"),
         (" \n", "is empty"),
         (True, "is not a text but true or false"),
-        ([{"role": "user", "content": "4 ?"}], "not a text but a list: write the conversation as"),
+        ([{"role": "user", "content": ""}], "is not one user message of text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "4 ?"}]}], "is not one user"),
+        ([{"role": "user", "content": "4 ?"}, {"role": "assistant", "content": "4"}], "is not one"),
+        (["4 ?"], "is not one user message .* write the conversation as one text"),
+        ([], "is not one user message of text"),
     ],
 )
 def test_a_prompt_that_cannot_be_asked_is_one_line(tmp_path, prompt, problem):
     with pytest.raises(ConfigError, match=f"row 1: column 'prompt' {problem}|row 1: .*{problem}"):
         installed(tmp_path, [{"prompt": prompt, "answer": "4"}])
+
+
+@pytest.mark.parametrize("verifier", ["numeric", "rewards_of_mine:lengths"])
+def test_chat_messages_are_read_as_their_text(tmp_path, rewards, verifier):
+    def content(with_messages):
+        rows = []
+        for i, row in enumerate(ROWS):
+            user = {"role": "user", "content": row["prompt"]}
+            system = {"role": "system", "content": "Be brief."}
+            messages = [system, user] if i % 2 else [user]
+            text = "\n\n".join(message["content"] for message in messages)
+            rows.append(row | {"prompt": messages if with_messages else text})
+        return installed(tmp_path, rows, verifier=verifier).rows.content
+
+    assert content(with_messages=True) == content(with_messages=False), "they are the same task"
+    with Scorer() as scorer:
+        prompts = {scorer.prompt(ref(index=index)) for index in range(36)}
+    assert {prompt.partition("\n\n")[0] for prompt in prompts if "\n" in prompt} == {"Be brief."}
 
 
 @pytest.mark.parametrize(

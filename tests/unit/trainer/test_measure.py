@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from swarmnode import cli
-from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.config import DatasetConfig, PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.load import load_policy, local_directory
+from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.measurement import Request
 from swarmnode.trainer.measure import measure, open_model
@@ -51,6 +52,22 @@ def test_greedy_and_pass_at_k_average_over_questions() -> None:
         "greedy is the same to the same question"
     )
     assert len({text for texts in scorer.judged for text in texts[1:]}) > 1
+
+
+def test_no_held_out_row_is_asked_twice(tmp_path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{i}+0=", "answer": "{i}"}}\n' for i in range(30)))
+    before = dict(registry.TASKS)
+    registry.install_datasets({"data/few": DatasetConfig(source=str(rows))}, tmp_path)
+    try:
+        request = Request("", [], 20, 2, [1])
+        training = TrainingConfig(max_completion_length=4)
+        found = measure(load_policy(CPU), Scorer(), "data/few", request, training)
+    finally:
+        registry._TASKS.clear()
+        registry._TASKS.update(before)
+        registry.task_version.cache_clear()
+    assert found.questions == 3
 
 
 @torch.no_grad()
