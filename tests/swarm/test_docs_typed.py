@@ -146,7 +146,6 @@ class Machine:
             "SWARMNODE_NETWORK_MDNS": "false",
             "SWARMNODE_TRAINING_MAX_STEPS": "1",
             "SWARMNODE_TRAINING_EVAL_EVERY": "1000",
-            "SWARMNODE_WEIGHTS_JOIN_SECONDS": "1",
             "SWARMNODE_POLICY_THREADS": "1",
         }
         self.data = home / ".local/state/swarmnode"
