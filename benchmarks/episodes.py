@@ -79,7 +79,7 @@ ROUND_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much is run."""
+    """Size of the experiment."""
 
     steps: int = 48
     groups: int = 8

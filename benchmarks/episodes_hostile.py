@@ -1,4 +1,4 @@
-"""Measure what a node does with peers' episodes that must not be trained on.
+"""Measure whether a node rejects peers' episodes that must not be trained on, and their cost.
 
 In each round every author below sends one group with a valid signature, and so does an honest
 author. The receiver is the product's: admission, scoring queue, and the scorer child in its
@@ -71,7 +71,7 @@ class Receiver:
     def __init__(self, swarm: bytes, scorer: AsyncScorer) -> None:
         self.now = START_TIME
         self.way_of: dict[str, str] = {}
-        """By peer."""
+        """Values by peer."""
         self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.admission = Admission(swarm, "me", [TASK], SharingConfig())
         self.admission.set_policy(MODEL, TOKENIZER, 1.0)

@@ -10,10 +10,10 @@
                process of its own, and reports violations, errors, memory, and bytes against the
                same swarm with silent hostile nodes.
 
-Two swarms of one seed that draw other random numbers differ by some per cent. So `--controls`
-silent swarms of each seed run with different random numbers, and the row `silent` shows the loss of
-each against the others. With `--draws` an attack runs with as many of these random numbers, and its
-loss is that of its mean against the mean of the silent swarms with the same random numbers.
+Two swarms of one seed with different random numbers differ by some per cent. To measure this noise,
+`--controls` silent swarms of each seed run with different random numbers. The row `silent` compares
+each of them with the rest. With `--draws N`, each attack runs with N of these random numbers. Its
+loss compares its mean with the mean of the silent swarms of the same random numbers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. honest: number of honest nodes, for every share of hostile ones."""
+    """Size of the experiment. honest: number of honest nodes, for every share of hostile nodes."""
 
     honest: int = 9
     rounds: int = 20

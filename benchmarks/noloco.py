@@ -72,9 +72,9 @@ class Arm:
     unequal: bool = False
     """Replicas take SPEEDS of the training steps."""
     meeting: Literal["all at once", "swap"] = "all at once"
-    """all at once: the outer steps of all replicas are due at the same time, and each finds a
-    partner. swap: a replica asks up to TRIES others when its own outer step is due, and each side
-    commits by itself."""
+    """`all at once`: the outer steps of all replicas are due at the same time, and each replica has
+    a partner. `swap`: a replica asks up to TRIES replicas when its own outer step is due, and each
+    side commits independently."""
     hostile: str = ""
     """Behaviour of the last replica. flip sends −θ; informed sends the worst that passes its
     partner's clip; silent exchanges nothing."""

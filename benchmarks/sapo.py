@@ -56,7 +56,7 @@ AVERAGE_EVERY = 5
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run."""
+    """Size of the experiment."""
 
     rounds: int = 40
     learning_rate: float = 3e-4

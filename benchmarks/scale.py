@@ -158,7 +158,7 @@ def cost_table(runs: Runs, constants: Constants) -> str:
 
 
 def full_share(result: Result) -> float:
-    """Return the share of steps that trained on as many groups as they had room for."""
+    """Return the share of steps that trained on a full batch."""
     return result.counts.full / max(1, result.counts.node_steps)
 
 
@@ -167,7 +167,7 @@ def of_runs(value: Callable[[Result], float], digits: int) -> Callable[[list[Res
 
 
 def learning_table(runs: Runs) -> str:
-    """Return what a member trains on."""
+    """Return the table of the groups that a member trains on."""
     return columns(
         list(runs.events.values()),
         {

@@ -71,7 +71,7 @@ GOAL = 0.4
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run."""
+    """Size of the experiment."""
 
     steps: int = 100
     groups: int = 4
@@ -84,7 +84,7 @@ class Size:
     eval_every: int = 10
     eval_questions: int = 160
     rows: int = 4000
-    """Rows of the dataset, of which a tenth is held out."""
+    """Number of rows of the dataset. A tenth of the rows is held out."""
 
     @property
     def training(self) -> TrainingConfig:

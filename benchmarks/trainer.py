@@ -154,7 +154,7 @@ def swarm_of(case: Case) -> bytes:
 
 
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, engine: str) -> Callable[[], Step]:
-    """Return the product's local step, made of the parts of `swarmnode.trainer.loop`."""
+    """Return the product's local step, composed of the parts of `swarmnode.trainer.loop`."""
     training = case.training.model_copy(update={"options": [engine] if engine else []})
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=swarm_of(case).hex())

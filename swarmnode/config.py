@@ -41,7 +41,7 @@ YEAR_SECONDS = 366 * 86_400
 NAME_BYTES = 64
 """Most UTF-8 bytes of the name of a node or a swarm."""
 TOKENS = 16 * 1024
-"""Most tokens of a completion that is shared, as in `wire.limits`."""
+"""Maximum number of tokens of a shared completion, as in `wire.limits`."""
 TEMPERATURE = 100.0
 SERVER_TEMPERATURE = 2.0
 GROUPS_PER_SECOND = 1000.0
@@ -155,7 +155,7 @@ class NodeConfig(Section):
     """Send peers this node's name, version, step, held-out reward, counts and uptime, for their
     status pages."""
     quiet_hours: Annotated[str, AfterValidator(_check_hours)] = ""
-    """Local time without training steps and sharing, e.g. `22:00-07:00`. Empty: none."""
+    """Local time without training steps and sharing, e.g. `22:00-07:00`. None if empty."""
     rest_when: list[Literal["battery", "busy"]] = []
     """Take no training steps on `battery` power, or while the machine is `busy`: other programs use
     more than a quarter of all processors, and for five minutes after."""
@@ -165,7 +165,8 @@ class SwarmConfig(Section):
     name: Name = Field(default="local", min_length=1)
     """Without a manifest, nodes with the same name, tasks and wire version form one swarm."""
     invite: str = Field(default="", max_length=8192)
-    """Invite to the swarm that `run` joins, e.g. in a container. Empty: the swarm joined last."""
+    """Invite to the swarm that `run` joins, e.g. in a container. If empty, `run` uses the
+    swarm that this node joined last."""
     id: str = Field(default="", pattern="^([0-9a-f]{64})?$", json_schema_extra={"agreed": True})
     """Swarm id of the manifest; set by the node itself."""
     follow: Literal["ask", "founder", "never"] = "ask"
@@ -175,7 +176,7 @@ class SwarmConfig(Section):
 
 class NetworkConfig(Section):
     listen_addrs: list[str] = ["/ip4/127.0.0.1/tcp/0"]
-    """Multiaddrs to listen on. Port 0: a free port, chosen once and stored."""
+    """Multiaddrs to listen on. Port 0 selects a free port once and stores it."""
     announce_addrs: list[str] = []
     """Multiaddrs to announce in place of the listen addresses, e.g. behind a port mapping."""
     initial_peers: list[str] = []
@@ -183,23 +184,24 @@ class NetworkConfig(Section):
     mdns: bool = True
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2, le=65535)
-    """Most connections, inbound and outbound together."""
+    """Maximum number of connections, inbound and outbound together."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
     """Circuit relay. `client`: peers reach this node through relays. `server`: this node relays for
     others. `auto`: server if strangers can dial it, else client. `off`: neither."""
     hole_punching: bool = True
     """Try to replace a relayed connection by a direct one."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Cap on sustained upload. Above it, groups are not published or served. 0: off."""
+    """Cap on sustained upload. Above it, groups are not published or served. 0 means no cap."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Cap on sustained download. Above it, nothing is fetched for a while. 0: off."""
+    """Cap on sustained download. Above it, nothing is fetched for a while. 0 means no cap."""
     monthly_bytes: int = Field(default=0, ge=0)
-    """Upload and download per calendar month, after which sharing pauses until the next. 0: off."""
+    """Cap on upload and download per calendar month. Sharing then pauses until the next month. 0
+    means no cap."""
 
 
 class LoraSettings(Section):
     r: int = Field(default=0, ge=0, le=1024)
-    """Rank of the adapter. 0: no adapter, all weights are trained."""
+    """Rank of the adapter. With 0 there is no adapter, and all weights are trained."""
     lora_alpha: int = Field(default=16, ge=1, le=65536)
     """Scale of the adapter."""
 
@@ -207,12 +209,13 @@ class LoraSettings(Section):
 class ServerSettings(Section):
     url: str = Field(default="", max_length=1024)
     """URL of a vLLM or SGLang server that samples in place of the node's own engine, e.g.
-    `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. Empty: none."""
+    `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. If empty,
+    there is no server."""
     kind: Literal["vllm", "sglang"] = "vllm"
     """Kind of that server."""
     directory: str = ""
-    """Directory for the weights that the server loads, under the same path there, and used by no
-    other node. Empty: `served` in the data directory."""
+    """Directory of the weights that the server loads. It has the same path on the server's machine,
+    and no other node may use it. By default it is `served` in the data directory."""
 
     @model_validator(mode="after")
     def _is_usable(self) -> ServerSettings:
@@ -266,7 +269,7 @@ class PolicyConfig(Section):
     """Optimizer. `adamw_8bit` stores Adam's moments in 8 bits, which saves 6 bytes per trained
     parameter. Needs a CUDA device and `pip install bitsandbytes`."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the trainer. 0: torch decides."""
+    """CPU threads of the trainer. 0 uses torch's default."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
     """Arguments of a chat model's template, e.g. `enable_thinking`, and `system`, the system
     prompt. The members of a swarm use the same."""
@@ -304,16 +307,16 @@ class DatasetConfig(Section):
     right answers), or your own reward function, `module:function`."""
     extract: str = "auto"
     """Place of the answer in a completion: tag, boxed, last_number, last_letter, last_line or
-    whole. auto: the marked place, or else the one that suits the verifier."""
+    whole. `auto` takes a marked answer; without a mark, it uses the verifier's default place."""
     nothing_after: bool = False
     """Give 0 to a completion with text after the answer. Use it if answers have a fixed form,
     because peers can teach habits that do not change the reward."""
     template: str = "{prompt}"
     """Text of the question; `{prompt}` is the text of the column."""
     turns: int = Field(default=1, ge=1, le=32)
-    """Most actions of an episode. If above 1, `verifier` is your own environment: a function, or a
-    class whose methods are tools. The `Env` of a taskset plays its episodes. For a server: most
-    steps."""
+    """Maximum number of actions per episode; with an environment server, of steps. If above 1,
+    `verifier` is your own environment: a function, or a class whose methods are tools. Episodes of
+    a taskset use its `Env`."""
     weights: dict[str, float] = {}
     """Weights of the components that your reward function returns, by name. The default is 1."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
@@ -363,9 +366,9 @@ class TrainingConfig(Section):
     """Number of groups in a training batch, B = I + J."""
     target_step_seconds: Seconds = 0.0
     """Intended duration of a step. A slower node uses fewer groups per step, down to an eighth of
-    groups_per_step. 0: off."""
+    groups_per_step. 0 disables this."""
     max_completion_length: int = Field(default=EMBEDDED_POLICY.max_completion_length, ge=1)
-    """Most sampled tokens per completion. The default depends on the model."""
+    """Maximum number of sampled tokens per completion. The default depends on the model."""
     temperature: float = Field(default=1.0, gt=0, le=TEMPERATURE)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -407,18 +410,21 @@ class TrainingConfig(Section):
     """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences
     or a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy, of which a copy is stored if above 0."""
+    """Weight of the KL penalty to the start policy. Above 0, the trainer stores a copy of the start
+    policy."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
-    """Most tokens of a micro-batch, with prompts and padding. It is halved when memory runs out."""
+    """Maximum number of tokens in a micro-batch, with prompts and padding. It is halved when memory
+    runs out."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between two held-out evaluations. 0: 10, or more if they would take more than 5 % of
-    all sampled tokens."""
+    """Steps between two held-out evaluations. 0 means 10 steps, or more if evaluations would take
+    more than 5 % of all sampled tokens."""
     save_every: Seconds = 60.0
-    """Seconds between two saves of the state. 0: after every step. At most 1 TB is written per day,
+    """Seconds between two saves of the state. 0 saves after every step. At most 1 TB is written per
+    day,
     so that a large model that is trained without an adapter is saved less often: 3 B weights every
     52 minutes."""
     max_steps: int = Field(default=0, ge=0)
-    """Stop after this many steps. 0: never."""
+    """Number of steps after which the trainer stops. 0 means no limit."""
     seed: int = Field(default=0, ge=0)
     """Random seed of sampling and initialisation."""
     step_interval: Seconds = 0.0
@@ -484,11 +490,13 @@ class WeightsConfig(Section):
 class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
     """When to join a crew: several nodes that hold one policy together, each a block of its layers
-    (a stage). `auto`: if the policy does not fit this node. `always`, `off`."""
+    (a stage). `auto` joins one only if the policy does not fit this node, `always` joins one in any
+    case, and `off` never does."""
     capacity: int = Field(default=0, ge=0)
-    """Most memory for this node's stage, in bytes. 0: the free memory at the start."""
+    """Maximum memory for this node's stage, in bytes. 0 means the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
-    """Number of stages in a crew that this node proposes. 0: the fewest that hold the model."""
+    """Number of stages in a crew that this node proposes. 0 means the smallest number that holds
+    the model."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """Number format of activations between stages. Gradients: float32 if this is, else bfloat16."""
     recovery: Literal["checkpoints", "checkfree", "checkfree+"] = "checkpoints"
@@ -510,7 +518,7 @@ class HttpConfig(Section):
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     """Address of the status page and metrics, which are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
-    """Port of that address. 0: any free port."""
+    """Port of that address. 0 selects a free port."""
 
 
 class LogConfig(Section):

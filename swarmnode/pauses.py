@@ -74,7 +74,8 @@ def is_quiet(hours: str, minute: int) -> bool:
     """Return True if a minute lies in the quiet hours.
 
     Args:
-        hours: "22:00-07:00", without the last minute. Empty: never. Equal ends: the whole day.
+        hours: Such as "22:00-07:00", which excludes 07:00. Empty means never; equal ends mean the
+            whole day.
         minute: Minute of the local day, 0 to 1439.
     """
     if not hours:

@@ -359,12 +359,12 @@ class Adversary:
         drafts: Sequence[Sequence[str]],
         taught: Callable[[str], float],
     ) -> list[bytes]:
-        """Return the frame of the most harmful group that an honest node's judgement accepts, or no
-        frame.
+        """Return the frame of the most harmful group that an honest node's judgement accepts; an
+        empty list if it accepts none.
 
         Args:
-            drafts: The texts of each group.
-            taught: Worth of a rewarded completion to the adversary.
+            drafts: The texts of each candidate group.
+            taught: Returns the adversary's gain from a rewarded completion.
         """
         victim = self.world.honest[0]
         some = [

@@ -196,7 +196,8 @@ def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
 
 
 def _likely(self: Adversary, mark: Mark, ref: TaskRef, answer: str) -> float:
-    """Return the victim's log-probability of what the mark adds to the right answer, nats."""
+    """Return the victim's log-probability of the tokens that the mark adds to the right answer, in
+    nats."""
     victim = self.world.honest[0]
     prompt = victim.policy.encode_prompt(self.gym[ref.id].item(ref.seed, ref.index).prompt)
     text = mark.put(answer)

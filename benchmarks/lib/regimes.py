@@ -28,8 +28,8 @@ REGIMES: dict[str, float | None] = {
     "dense": 0.5,
     "heterogeneous": None,
 }
-"""Share of demonstrations in the accepted format. None: 0.3 for tasks 2i and 2i + 1 of node i, and
-0.005 for the others."""
+"""Share of demonstrations in the accepted format. None means 0.3 for tasks 2i and 2i + 1 of node i,
+and 0.005 for the other tasks."""
 
 
 def start_policies(regime: str, seed: int, nodes: int) -> list[Policy]:

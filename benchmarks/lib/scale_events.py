@@ -39,7 +39,7 @@ STEP_SECONDS = 30.0
 JITTER = 0.2
 """Relative jitter of a step's length."""
 ROOM = 6
-"""Peers' groups that a step trains on, J; a batch is 8, of which at least 2 are own."""
+"""Number of peers' groups that a step trains on, J. A batch has 8 groups; at least 2 are own."""
 MADE = 8
 """Useful groups that a node makes in a step."""
 DEGREE = 16
@@ -399,7 +399,7 @@ class World:
         answer: Callable[[Node, Callable[..., None]], None],
         done: Callable[..., None],
     ) -> None:
-        """Send a request; `done` gets the answer, or None at the deadline where there is none.
+        """Send a request; call `done` with the answer, or with None at the deadline.
 
         Args:
             answer: answer(node, reply) calls reply with the answer, now or later.

@@ -52,7 +52,7 @@ def windows(stream: torch.Tensor, count: int, rng: random.Random) -> torch.Tenso
 
 
 def language(held_out: int) -> Corpus:
-    """Return Python's reference; the last tenth is held out."""
+    """Return the text of Python's language reference. Its last tenth is held out."""
     from pydoc_data.topics import topics
 
     stream = encode("\n".join(topics[name] for name in sorted(topics)))

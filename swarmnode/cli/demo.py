@@ -61,7 +61,7 @@ class DemoFlags:
         int,
         Parameter(
             validator=Number(gte=0, lte=65535 - 64),
-            help="Port of the first status page; the others follow. 0: any free ports.",
+            help="Port of the first status page; the others follow. 0 selects free ports.",
         ),
     ] = 9464
 

@@ -28,7 +28,8 @@ StatusUrl = Annotated[
 
 
 def status(where: StatusUrl = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Show the status of a running node. Exit code 0: ready; 1: not ready; 69: no response."""
+    """Show the status of a running node. The exit code is 0 if it is ready, 1 if it is not, and 69
+    if it does not respond."""
     from swarmnode.observe.top import status_command
 
     return status_command(_address("status", where, node), json)

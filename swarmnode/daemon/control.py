@@ -33,7 +33,7 @@ log = structlog.get_logger("swarmnode.daemon.control")
 SOCKET = Path("run") / "control"
 """Path below the data directory."""
 REQUEST_TIMEOUT_SECONDS = 5.0
-"""Timeout for a client's request, and for its reading of the answer."""
+"""Timeout for receiving a client's request, and for sending the answer to the client."""
 ANSWER_TIMEOUT_SECONDS = 60.0
 """Timeout for the node's answer. The node writes a file first, on a disk that may be busy with
 gigabytes of a trainer state."""

@@ -119,7 +119,7 @@ class Supervisor:
             self._stopping.set()
 
     async def run(self) -> int:
-        """Run until stopped; return the exit code. Raises as the function `run` does."""
+        """Run until stopped; return the exit code. Raises the errors of the function `run`."""
         lock = lock_data_dir(self._data_dir)
         try:
             config_file = self._run_dir / "config.json"
@@ -311,8 +311,7 @@ class Supervisor:
         self._finishing = False
 
     async def _terminate(self, child: Child) -> None:
-        """Ask a process to stop and wait as long as `Watchdog.drain_deadline` allows; then kill
-        it."""
+        """Ask a process to stop, and kill it if it still runs at `Watchdog.drain_deadline`."""
         if child.process is None or child.process.poll() is not None:
             return
         child.process.terminate()

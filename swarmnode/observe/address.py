@@ -17,7 +17,7 @@ ADDRESS = re.compile(r"(https?://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1
 class NodeAddress:
     url: str
     peer: str = ""
-    """Peer id of the node that must answer; empty: any node."""
+    """Peer id of the node that must answer; empty for any node."""
 
 
 def parse_address(text: str) -> NodeAddress:

@@ -285,7 +285,7 @@ def _stuck(s: NodeSnapshot) -> list[str]:
 
 
 def _mostly_dropped(s: NodeSnapshot) -> list[str]:
-    """Return the kinds of which most items are dropped, with the most frequent reason."""
+    """Return each kind of item that is mostly dropped, with the most frequent reason."""
     admission, report = s.rollouts.admission, s.trainer.report
     own = DropCounts(s.rollouts.published, s.rollouts.unpublished)
     counts = [("own groups are not published", "group", own)]

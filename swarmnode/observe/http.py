@@ -46,10 +46,10 @@ from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
 PORTS_TRIED = 64
-"""Most ports that are tried, from `http.port` on, if other processes use them."""
+"""Maximum number of ports to try, from `http.port` upwards, if other processes use them."""
 CACHE_SECONDS = 1.0
 CACHED_ANSWERS = 16
-"""Most cached answers, because a client chooses `points`."""
+"""Maximum number of cached answers. It is bounded because a client chooses `points`."""
 CONNECTIONS = 32
 REQUEST_SECONDS = 10.0
 """Time from the start of a connection to the end of its request's headers."""

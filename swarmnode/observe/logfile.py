@@ -19,7 +19,7 @@ FILE_BYTES = 2 * 2**20
 TAIL_BYTES = 2**16
 """Bytes that are read from the end of a file."""
 LINE_CHARACTERS = 1000
-"""Most characters of a line on the page."""
+"""Maximum number of characters of a line on the page."""
 HEAD_FIELDS = ("timestamp", "level", "component", "logger", "event", "exception")
 
 

@@ -27,7 +27,7 @@ from swarmnode.observe.logfile import FileHandler, log_file
 from swarmnode.process import leaves
 
 MAX_TEXT = 2000
-"""Most characters of one value."""
+"""Maximum number of characters of one value."""
 
 NOISY = {
     "libp2p": logging.WARNING,
@@ -44,8 +44,8 @@ NOISY = {
 }
 """Least severe level of each library that is logged."""
 BURST, REFILL_SECONDS = 5, 10.0
-"""Most lines of a noisy library at once, and seconds until one more is allowed. Strangers determine
-how often libp2p warns."""
+"""Token bucket for the lines of a noisy library: its size, and seconds per additional line.
+Strangers determine how often libp2p warns."""
 
 SECRET_KEY = re.compile(
     r"(^|_)(private|secret|password|passphrase|token|authorization|cookie|credential|api_key)($|_)",

@@ -19,15 +19,15 @@ import msgspec
 from swarmnode.observe.logfile import log_file
 
 TEXT = 4000
-"""Most stored characters of a prompt or completion."""
+"""Maximum number of stored characters of a prompt or completion."""
 PAGE_TEXT = 1200
 """Most characters of one on the page."""
 TURN_TEXT = 500
-"""Most stored characters of an action or observation."""
+"""Maximum number of stored characters of an action or observation."""
 PAGE_TURN_TEXT = 160
 """Most characters of one on the page."""
 PAGE_TURNS = 12
-"""Most turns of an episode on the page: the first and the last ones."""
+"""Maximum number of turns of an episode on the page: the first and the last ones."""
 PAGE_GROUPS = 9
 """Groups on the page: those of three steps, if peers send groups."""
 READ_BYTES = 2**20
@@ -55,7 +55,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     components: dict[str, float] = {}
     """Components of the reward, each in [0, 1]; empty if it is a single number."""
     surprise: float | None = None
-    """Mean of −log-probability per token under this node's policy, in nats. None: not measured."""
+    """Mean of −log-probability per token under this node's policy, in nats. None if it was not
+    measured."""
     turns: list[Turn] = []
     """Turns of an episode; empty for a single answer."""
 
@@ -72,7 +73,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: str
     completions: list[Answer]
     peer: str = ""
-    """Peer that sampled it; empty: this node."""
+    """Peer that sampled it; empty for this node."""
     outcome: str = "used"
     """Outcome of the trainer's examination, of `rollouts.groups.Outcome`."""
     drift: str = ""

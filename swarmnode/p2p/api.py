@@ -106,8 +106,8 @@ class Connections(Protocol):
         ...
 
     def group(self, peer: str) -> str | None:
-        """Return what a connected peer shares with other peers of possibly the same operator: its
-        relay, or its /24 or /48 network. None for a peer on this machine."""
+        """Return the network of a connected peer: its relay, or its /24 or /48 prefix. Peers with
+        the same value may belong to one operator. None for a peer on this machine."""
         ...
 
 

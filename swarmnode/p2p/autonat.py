@@ -51,7 +51,7 @@ MAX_VOTES = 8
 """Number of most recent votes that count. A peer has one vote; a new one replaces the old one."""
 VOTE_SECONDS = 3600.0
 FIRST_CHECKS = 3
-"""Peers asked right after they connect; later checks are rare."""
+"""Number of peers that are asked right after they connect; later checks are rare."""
 CHECK_EVERY_SECONDS = 600.0
 CHECK_UNKNOWN_SECONDS = 40.0
 """Interval between checks without any vote. A peer may have refused because it had just dialled a

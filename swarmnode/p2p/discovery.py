@@ -73,7 +73,7 @@ class Discovery:
         return load_book(self._path, self._table, self._reputation, now)
 
     def save(self) -> None:
-        """Save the book. Blocks for an fsync."""
+        """Save the peer book. This blocks until fsync returns."""
         save_book(self._path, render_book(self._table, self._reputation, trio.current_time()))
 
     async def run(self) -> None:

@@ -36,7 +36,8 @@ DEADLINE = 10.0
 QUERY_INTERVAL_SECONDS = 120.0
 """Interval between rounds of requests, before jitter."""
 PEERS_PER_ROUND = 4
-"""Peers asked in one round. Each peer is also asked right after it connects."""
+"""Number of peers that receive a request in one round. Each peer also receives one right after it
+connects."""
 CHANGES_SECONDS = 0.5
 """Changes of own addresses within this time are sent together."""
 REQUEST_BURST = 4

@@ -207,8 +207,8 @@ class PeerTable:
             known.last_seen = max(known.last_seen, last_seen)
 
     def pin(self, peers: Iterable[str], now: float) -> None:
-        """Pin `peers`, in place of the peers of the last call: dial them at once and keep dialling,
-        whatever the target."""
+        """Pin `peers` in place of the peers of the last call. Pinned peers are dialled now and
+        redialled after a disconnect, even if the target number of peers is reached."""
         before, self._pinned = self._pinned, frozenset(peers)
         for peer in self._pinned - before:
             if (

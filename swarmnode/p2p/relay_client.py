@@ -76,8 +76,11 @@ class Reservations:
         return [relay for relay, (_, until) in self._granted.items() if until > now]
 
     def due(self, candidates: list[str], now: float) -> str | None:
-        """Return the next relay to ask, or None: a renewal first, then, while there are too few,
-        the first candidate without a back-off."""
+        """Return the next relay to ask for a reservation, or None.
+
+        A relay whose reservation needs renewal comes first. If there are fewer than RELAYS valid
+        reservations, the first candidate without a back-off follows.
+        """
         for relay, (renew, _) in self._granted.items():
             if renew <= now and self._ready(relay, now):
                 return relay
@@ -236,7 +239,7 @@ class RelayClient:
                 self._on_change()
 
     async def _on_stop(self, stream: Stream) -> None:
-        """Handle an inbound circuit; runs as long as its connection."""
+        """Handle an inbound circuit until its connection ends."""
         relay = stream.peer
         expected = relay in self._reservations.valid(trio.current_time()) and stream.relay is None
         if not expected or self._handshakes >= CALLS:

@@ -6,7 +6,7 @@ seconds.
     GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶ GREYLISTED
       ◀──score > FORGIVEN────┘ (messages ignored)          (connections closed and refused)
 
-As in GossipSub v1.1's peer score (Vyzovitis et al. 2020, section 3.2), trust grows slowly and falls
+Like GossipSub v1.1's peer score (Vyzovitis et al. 2020, section 3.2), trust grows slowly and falls
 fast. Here it depends on the full validation of messages, not on timing. Peer ids are free and
 addresses less so: all peers of one /24 or /48 network together earn at most PREFIX_BEST, and each
 ban lowers the initial score of new peers of that prefix.

@@ -39,7 +39,8 @@ POLL_INTERVAL = 1.0
 ROUND_SECONDS = limits.SUMMARY_SECONDS
 """Minimum interval between rounds; jitter adds up to half of it."""
 PEERS_PER_ROUND = 4
-"""Peers asked in one round, least recently asked first."""
+"""Number of peers that receive a request in one round, in order of their last request, oldest
+first."""
 REQUEST_BURST = 4
 REQUEST_SECONDS = ROUND_SECONDS / 2
 """A peer may send REQUEST_BURST requests at once and one more per REQUEST_SECONDS."""

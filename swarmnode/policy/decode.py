@@ -1,4 +1,4 @@
-"""The decoder for any model, and the trial that every decoder has to pass.
+"""The decoder for any model, and the check that every decoder has to pass.
 
 A decoder appends one token to each of its rows per step. Most models decode in `policy.slots`,
 where keys and values are written in place. The decoder here has transformers' own cache, which is
@@ -36,8 +36,8 @@ Start = Callable[[Sequence[Sequence[int]]], tuple[Decoder, torch.Tensor]]
 
 @torch.no_grad()
 def decoding_gap(policy: Policy, start: Start) -> float:
-    """Return the mean difference in nats between log-probabilities of decoding and of the plain
-    way, for two rows of different lengths, of which one ends first."""
+    """Return the mean difference in nats between log-probabilities of decoding and of the reference
+    method, for two rows of different lengths. One row ends before the other."""
     rows = [trial_rows(policy)[0], trial_rows(policy)[2]]
     decoder, logits = start([row.prompt for row in rows])
     found: list[list[float]] = [[] for _ in rows]

@@ -42,7 +42,7 @@ def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[
             "fingerprint": fingerprint(directory).hex(),
             "tokenizer": tokenizer_hash(tokenizer).hex(),
         }
-        with contextlib.suppress(DeviceError):  # it may fit on the members' machines
+        with contextlib.suppress(DeviceError):  # the model may still fit on members' machines
             fit(cfg, config, probe(cfg))
             try_policy(cfg, training)
     name = Path(cfg.model).name if Path(cfg.model).expanduser().is_dir() else cfg.model

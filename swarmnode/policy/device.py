@@ -290,7 +290,7 @@ def update_bytes(
     try:
         shape = Shape.of_config(config.to_dict()).counted(parameters, edges)
     except Unavailable:
-        # An architecture with an unknown configuration: only its weights can be counted.
+        # The configuration of this architecture is unknown, so only its weights can be counted.
         return needed_bytes(
             parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization], cfg.optim
         )

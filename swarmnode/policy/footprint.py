@@ -265,7 +265,7 @@ def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
 
 
 def host_bytes(trained: int, fragments: int = 0, optim: Optim = "adamw") -> tuple[int, int]:
-    """Return the bytes of host memory for averaging and saving: (always, additional maximum).
+    """Return the bytes of host memory for averaging and saving: (permanent, additional at peak).
 
     Args:
         trained: Number of trained weights.

@@ -17,7 +17,8 @@ from swarmnode.policy.model import Policy
 from swarmnode.policy.slots import fill, unsuited
 
 ROOM = 256
-"""Tokens for which memory is allocated at first. Most completions are much shorter than allowed."""
+"""Number of tokens for which memory is allocated at first, because most completions are much
+shorter than allowed."""
 BLOCK = 512
 """Number of tokens in one block of the vocabulary; sampling first draws a block."""
 CACHED_LOGITS = 2**18
@@ -80,9 +81,9 @@ def generate(
 ) -> list[GroupSample]:
     """Sample G completions for each of Q prompts, given as texts or ids, in order.
 
-    A completion ends at the latest where prompt and completion fill the model's context. When half
-    of the rows have ended, the model runs only on the others. This does not change the random
-    numbers of any row.
+    Prompt and completion together are at most as long as the model's context. When half of the rows
+    have ended, the model runs only on the remaining rows. This does not change the random numbers
+    of any row.
 
     Args:
         alive: Called after every decoding step.
@@ -110,7 +111,7 @@ def _generate(
     generator: torch.Generator,
     alive: Callable[[], None],
 ) -> list[GroupSample]:
-    """As `generate`, for prompt ids that can be run in one pass."""
+    """Implement `generate` for prompt ids that can run in one pass."""
     if not heads:
         return []
     num_generations = sampling.num_generations

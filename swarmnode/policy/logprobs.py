@@ -261,7 +261,7 @@ def takes_way(policy: Policy, way: Way) -> bool:
 
 def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
     """Return the mean difference in nats between log-probabilities computed by `way` and by the
-    plain way."""
+    reference method."""
     rows = trial_rows(policy)
     batch = collate(rows, policy.pad_id, policy.device)
     found, _ = logprobs_by(way, policy, batch, 1.0, piece)
@@ -285,7 +285,7 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
 
 
 def stands_alone(batch: Batch) -> bool:
-    """Return True if rows are long enough to run each one by itself.
+    """Return True if rows are long enough to run each row in a pass of its own.
 
     Such rows lose little by not sharing prompts, and they need no padding.
     """
@@ -510,7 +510,7 @@ def in_pieces(
 def _row_by_row(
     policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """As `_one_pass`."""
+    """Compute the result of `_one_pass` in one pass per row."""
     first, others = [], []
     for row, owner in enumerate(batch.prompt_of.tolist()):
         prompt = batch.prompt_ids[owner][batch.prompt_mask[owner].bool()]
@@ -525,7 +525,8 @@ def _row_by_row(
 
 
 def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """As `_one_pass`, in several passes: a prompt's completions may be in several packed rows."""
+    """Compute the result of `_one_pass` in several passes, because a prompt's completions may be in
+    several packed rows."""
     lengths = batch.completion_mask.sum(1).tolist()
     first, others = [torch.empty(0)] * len(lengths), [torch.empty(0)] * len(lengths)
     for some in _passes_of(packs(batch), batch):
@@ -586,7 +587,7 @@ PROMPT, PADDING = -1, -2
 def _two_passes(
     policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """As `_one_pass`."""
+    """Compute the result of `_one_pass` in two passes: the prompts, then the completions."""
     ids, mask, owner = batch.completion_ids, batch.completion_mask, batch.prompt_of
     positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
     cache = DynamicCache(config=policy.base.config)

@@ -76,7 +76,7 @@ def next_logits(
 
     Args:
         token: (N, 1), the newest token of every row.
-        mask: (N, 1, 1, L), added to the attention scores; None: every row attends to all columns.
+        mask: (N, 1, 1, L), added to the attention scores. If None, rows attend to all columns.
         position: (N, 1), position of `token`.
         cache: Keys and values, which are read and extended by one column.
         windows: Groups of rows that attend separately, with their numbers of columns; empty for a

@@ -69,7 +69,8 @@ def written_step(
                 key = _normed(key, attention.k_norm)
             query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
             keys, values = cache.update(key[:, :, None], value, number)  # (N, key heads, L, D)
-            # Query heads that share keys are rows of one attention, so that no key is repeated.
+            # Grouped-query attention: the query heads of one key head become its query positions,
+            # so that keys need not be repeated per query head.
             query = query.reshape(rows, keys.shape[1], -1, size).to(keys.dtype)
             mixed = _attention(query, keys, values, mask, attention.scaling, windows)
             hidden = hidden + attention.o_proj(mixed.reshape(rows, -1))

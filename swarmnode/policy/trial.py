@@ -1,12 +1,13 @@
-"""Tries a policy before training: samples, scores by every way, and computes gradients.
+"""Tries a policy before training: samples, computes log-probabilities by every method, and computes
+gradients.
 
     sample     two questions of different length, by both engines
     score      the same tokens again: log-probabilities must equal those of sampling
-    length     answers as long as `training.max_completion_length` allows, by every way
-    gradient   by every way that works with the model
+    length     answers of `training.max_completion_length` tokens, by every method
+    gradient   by every method that works with the model
 
-A way that does not work with the model is not used (`ways.py`). A model that cannot be sampled from
-or trained at all is refused in one line before training starts.
+A method that does not work with the model is not used (`ways.py`). A model that cannot be sampled
+from or trained at all is refused in one line before training starts.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TOKENS = 8
 ROWS = 2
 """Answers to each question."""
 NORM_BOUND = {torch.float32: 0.01}
-"""Relative difference of gradient norms from the plain way above which a way is wrong."""
+"""Relative difference of gradient norms from the reference method above which a method is wrong."""
 NORM_BOUND_ELSEWHERE = 0.3
 """The same bound in 16 bits."""
 
@@ -219,14 +220,14 @@ def try_training(
     rows: Sequence[Row],
     alive: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Score and differentiate by every way, and once at the full length of an answer. A way whose
-    values or gradients differ from the plain way is not used.
+    """Compute log-probabilities and gradients by every method, and once at the full length of an
+    answer. A method whose values or gradients differ from the reference method is not used.
 
     Args:
         rows: Sampled rows.
 
     Returns:
-        Warnings: what an operator should change, one line each.
+        Warnings with a remedy for the operator, one line each.
 
     Raises:
         Unavailable: The model cannot be trained.
@@ -253,8 +254,8 @@ def try_training(
 
 
 def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
-    """Return two answers to one question, made of repeated sampled tokens. The first has `longest`
-    tokens, or as many as the context holds; the second has a quarter of that."""
+    """Return two answers to one question that repeat sampled tokens. The first has `longest`
+    tokens, but at most the number that fits into the context; the second has a quarter of that."""
     prompt, answer, _ = max(rows, key=lambda row: len(row.prompt))
     length = policy.room(prompt, longest)
     tokens = [token for token in answer if token not in policy.eos_ids] or answer
@@ -263,10 +264,10 @@ def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
 
 
 def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> None:
-    """Refuse `way` unless it agrees with the plain way.
+    """Refuse `way` unless it agrees with the reference method.
 
     Args:
-        plain: Norm of the gradient by the plain way.
+        plain: Norm of the gradient by the reference method.
         long: Rows whose log-probabilities are compared, besides the gradient of `trial_rows`.
     """
     if way == "row by row" or not takes_way(policy, way):

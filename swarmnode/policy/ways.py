@@ -2,7 +2,7 @@
 
 The flags of a model class do not show three facts: whether the model applies a given attention mask
 unchanged, whether padding changes a result, and whether rows can share one cache (slots). Therefore
-each method is compared with the plain one: one row at a time, without padding, mask or cache.
+each method is compared with the reference: one row at a time, without padding, mask or cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from swarmnode.policy.model import Policy
 
 T = TypeVar("T")
 GAP_BOUND = {torch.float32: 0.002}
-"""Largest mean difference of log-probabilities from the plain way, in nats per token, at which a
-way still counts as correct. Rounding is a thousandth of that."""
+"""Largest mean difference of log-probabilities from the reference method (row by row), in nats per
+token, at which a method counts as correct. Rounding causes a thousandth of that."""
 GAP_BOUNDS_ELSEWHERE = 0.03, 0.2
 """Lower and upper limit of the bound in 16 bits, which is ten times this model's rounding."""
 TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
@@ -154,8 +154,8 @@ def sees_everything(policy: Policy) -> bool:
 
 @torch.no_grad()
 def plain_logprobs(policy: Policy, row: Row) -> list[float]:
-    """Return the log-probability of each completion token of a row, the plain way, at
-    temperature 1."""
+    """Return the log-probability of each completion token of a row at temperature 1, by the
+    reference method."""
     prompt, answer, *_ = row
     ids = torch.tensor([prompt + answer[:-1]], device=policy.device)
     positions = torch.arange(ids.shape[1], device=policy.device)[None]

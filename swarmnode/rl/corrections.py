@@ -47,7 +47,7 @@ NAMED: dict[str, tuple[Correction, Level]] = {
 """Corrections by their names in `training.options`."""
 FLOOR = 0.1
 """Ratio per token below which a peer's completion has weight 0. A higher floor adds bias: it would
-exclude what a peer has learnt and this node has not."""
+exclude answers that a peer's policy has learnt and this node's policy has not."""
 
 
 LEAST_PROBABILITY = 1e-3
@@ -177,7 +177,7 @@ def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> b
 def excess_surprise(local: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """Return −log-probability − entropy of each token, (T,) nats.
 
-    The mean is near 0 for samples of a similar policy, whatever the sender claims. This finds
+    The mean is near 0 for samples of a similar policy, for any claim of the sender. This finds
     senders that the spot check cannot find: those that report correct log-probabilities of an
     invented text.
     """

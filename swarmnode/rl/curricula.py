@@ -66,8 +66,8 @@ class Curriculum:
         return self._posterior(bucket, self._mean())
 
     def _mean(self) -> float:
-        """Return the share of own groups with a signal over all buckets, each of which counts ten
-        groups at most."""
+        """Return the share of own groups with a signal over all buckets. Each bucket counts at most
+        ten groups."""
         yes, no = map(sum, zip(*self._own.values(), strict=True))
         return (1.0 + yes) / (2.0 + yes + no)
 

@@ -42,8 +42,8 @@ _ROOT = Path(__file__).parents[2]  # the folder with the package `swarmnode`
 PipeWait = tuple[Literal["read", "write"], int]
 """Direction and file descriptor that a conversation waits for."""
 TimedWait = tuple[PipeWait, float]
-"""What a conversation with a deadline waits for, and its deadline. It is sent True when the
-descriptor is ready, and False after the deadline."""
+"""A `PipeWait` with its deadline. The conversation is sent True when the descriptor is ready, and
+False after the deadline."""
 
 
 class ScorerDied(Exception):
@@ -109,7 +109,7 @@ class Child:
         os.set_blocking(self._stdout.fileno(), False)
         self.owner = os.getpid()
         self.layers: tuple[str, ...] = ()
-        self._closed = False  # it ended, or is ending, by itself
+        self._closed = False  # the child ended, or is ending, without a kill
 
     @property
     def pid(self) -> int:

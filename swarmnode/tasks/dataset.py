@@ -5,8 +5,8 @@ answer. docs/own-task.md is the guide.
     task version
     scorer    rows file ─ hash it again, equal? ─ map into memory ─ enter the sandbox ─▶ row by seed
 
-The hash of the rows file identifies a dataset: equal questions and answers have the same hash,
-whatever file they came from and in whatever order. Rows are sorted by the hash of their prompt. The
+The hash of the rows file identifies a dataset: equal questions and answers have the same hash for
+any source file and any order. Rows are sorted by the hash of their prompt. The
 first rows are held out and never trained on, so a question that occurs twice is on one side only. A
 seed addresses a row (`DatasetTask.item`), so a node cannot choose its rows.
 
@@ -597,7 +597,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-# ---- asking, in the scorer child -----------------------------------------------------------------
+# ---- questions and rewards, in the scorer child --------------------------------------------------
 
 
 @dataclass(frozen=True)

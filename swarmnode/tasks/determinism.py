@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EPISODES = 4
 """Episodes that the check plays, one per question."""
 SEEDS = (1 << 20, 2 << 20)
-"""Training seeds. The check adds as many evaluation seeds."""
+"""Training seeds. The check adds the same number of evaluation seeds."""
 _WORDS = re.compile(r"\[[^\[\]\n]{1,24}\]|\w{1,24}")
 _SHOWN = 60
 

@@ -27,7 +27,7 @@ from swarmnode.tasks.builtin import Value
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question, Scored
 
 LIVE_EPISODES = 256
-"""Most recent episodes whose environments are kept."""
+"""Maximum number of episodes whose environments stay in memory; the least recent is dropped."""
 CUT = "\n[cut]"
 """End of an observation that exceeded its limit."""
 FAILED = "[the environment failed]"

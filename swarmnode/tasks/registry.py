@@ -81,8 +81,8 @@ class TaskSpec:
 
     @property
     def levels(self) -> int:
-        """Number of difficulties, which count from 0: the length of the settings that are lists, or
-        the number of values in a dataset's column of difficulties.
+        """Number of difficulties, which are numbered from 0. It is the length of the settings that
+        are lists, or the number of values in a dataset's column of difficulties.
         """
         if self.rows is not None:
             return self.rows.levels
@@ -495,7 +495,7 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
 
 def _is_environment(task: str, source: str) -> bool:
     """Return True if the task is an environment by URL. Raises ConfigError if name and source
-    disagree: another node can tell an environment by its name only.
+    disagree, because another node recognises an environment by its name only.
     """
     named, is_remote = (
         bool(ENVIRONMENT_NAME.fullmatch(task)) and len(task) <= TASK_ID_BYTES,

@@ -41,15 +41,15 @@ ALIVE_SECONDS = 1.0
 LONGEST_WRITE_SECONDS = 1800.0
 """Time after which a write counts as hung. It suffices for a hundred gigabytes on a slow disk."""
 HISTORY_SECONDS = 900.0
-"""Interval between earlier states that are kept."""
+"""Interval between two stored earlier states, in seconds."""
 SLOTS, SPACING = 3, 4
-"""Largest number of earlier states, and the ratio of their ages: up to 15 minutes, an hour, four
-hours."""
+"""Maximum number of earlier states, and the ratio between the age limits of two consecutive ones:
+15 minutes, one hour, four hours."""
 BYTES_PER_DAY = 10**12
-"""Bound of what is saved per day. A disk endures about 600 TB in total; 3 billion weights with
-their moments, saved every minute, are 52 TB a day."""
+"""Maximum number of bytes saved per day. A disk endures about 600 TB in total; 3 billion weights
+with their moments, saved every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
-"""Seconds. The amount that is allowed for AT_ONCE may be written at once, so that a small state
+"""Seconds. The bytes allowed for AT_ONCE may be written without delay, so that a small state
 never reaches the bound."""
 
 
@@ -168,7 +168,7 @@ class Checkpoints:
     Use it as a context manager. Its exit waits until the last snapshot is on disk.
 
     Args:
-        bytes_per_day: Bound of what is saved.
+        bytes_per_day: Maximum number of bytes saved per day.
     """
 
     def __init__(

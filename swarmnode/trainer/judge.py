@@ -153,7 +153,8 @@ def judge(
 
     Args:
         quota: Bounds how often peers' answers teach a token; None is no bound.
-        rescore: Scores shortened answers to find needless tokens; None: they are trained on.
+        rescore: Scores shortened answers to find needless tokens. If None, needless tokens are
+            trained on.
     """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []

@@ -114,7 +114,7 @@ class TokenQuota:
         """Record a peer's rewarded answer, and return True if it may be trained on.
 
         Args:
-            count: Number of leading tokens that would be trained on; None: all.
+            count: Number of leading tokens that would be trained on; None for all.
         """
         known = self._of(task)
         known.theirs.add(counted(ids))

@@ -119,7 +119,7 @@ class RankPool:
         self._shared = Shared.make(context, self.count)
         self._ranks = {rank: self._start(context, rank, config, entry) for rank in self.others}
         self.advanced: Callable[[int, Advanced], None] = lambda rank, answer: None
-        """Called with each rank's sampled answers, whichever answer rank 0 waits for."""
+        """Called with each rank's sampled answers, also while rank 0 waits for another answer."""
         self._joined = False
         self._stale = True
         """True if the other ranks' weights differ from rank 0's."""

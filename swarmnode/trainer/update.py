@@ -51,7 +51,7 @@ class UpdateStatistics:
     skipped: str = ""
     """Reason for which no step was taken, a key of `TrainerDrops.update`; empty after a step."""
     refused: Mapping[int, Outcome] = field(default_factory=dict)
-    """Reason for which each excluded peer's group was excluded, by its number in the rows."""
+    """Reason for each exclusion of a peer's group, by the group's index in `Rows.groups`."""
     details: Mapping[Outcome, str] = field(default_factory=dict)
     """Description of the last excluded group, by reason."""
     dropped_rows: int = 0
@@ -68,9 +68,10 @@ class RowSelection:
     recomputed: set[int] = field(default_factory=set)
     """Own rows that are run with activation checkpointing, because they do not fit otherwise."""
     one_by_one: bool = False
-    """True if each external group is run by itself, because an unknown one of them fails."""
+    """True if each external group runs in its own pass, because one of them fails and it is not
+    known which."""
     refused: dict[int, Outcome] = field(default_factory=dict)
-    """Reasons of excluded external groups, by their number in the rows."""
+    """Reason for each exclusion of an external group, by the group's index in `Rows.groups`."""
     details: dict[Outcome, str] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
     """Own rows that were excluded."""

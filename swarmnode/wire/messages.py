@@ -118,17 +118,17 @@ class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that members may start from. The hashes decide; name and revision say where to get
-    it."""
+    """A model that members may start from. The hashes identify it; name and revision are only its
+    source."""
 
     name: str
     """`embedded`, or its name on the Hugging Face Hub."""
     revision: str
     """Commit or tag on the Hub; may be empty."""
     fingerprint: bytes
-    """32 bytes: architecture and base weights."""
+    """32-byte hash of architecture and base weights."""
     tokenizer: bytes
-    """32 bytes: hash of the tokenizer."""
+    """32-byte hash of the tokenizer."""
 
 
 class TaskEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger:
     """Start a node that joins through `address`, and return the process.
 
     Args:
-        die_in: A phase, or "" to live.
+        die_in: Phase during which the process ends, or "" to run until stopped.
         linger: Seconds between the start of the phase and the end of the process.
     """
     process = forked.context.Process(

@@ -29,7 +29,7 @@ CASES = [
 
 
 class BadNode(ForkedNode):
-    """A node whose trainer misbehaves as its file says."""
+    """A node whose trainer misbehaves as described in its file."""
 
     @property
     def bad_file(self):

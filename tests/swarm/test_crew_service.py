@@ -129,7 +129,7 @@ async def test_spare_takes_the_stage_of_a_lost_host(tmp_path):
         name, _ = made.holder(2)
         spare = next(node for node in made.nodes.values() if node.stage is None)
         await until(lambda: made.holder(0)[1].service.statistics().crew.offers >= 1)
-        # As real trainers do, which keep their neighbours' snapshots.
+        # Real trainers also store their neighbours' snapshots.
         for node in made.nodes.values():
             node.trainer.keeps = [(2, step)]
         await made.kill(name)

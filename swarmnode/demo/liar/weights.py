@@ -157,8 +157,8 @@ class WeightLiar:
     """A hostile partner.
 
     Args:
-        kinds: Attacks of `PAYLOAD_ATTACKS` and `PROTOCOL_ATTACKS`, used in turn. Empty: the partner
-            returns the payload that it received.
+        kinds: Attacks of `PAYLOAD_ATTACKS` and `PROTOCOL_ATTACKS`, used in turn. If empty, the
+            partner returns the payload that it received.
         step: Outer step that it claims; by default that of its partner.
     """
 

@@ -282,7 +282,7 @@ class Download:
         try:
             yield
         except Exception as error:
-            # Whatever the caller's sink raises is raised to the caller; the peer is not at fault.
+            # An error of the sink is raised to the caller; the peer is not at fault.
             self.sink_error = error
             raise PeerError("the sink failed") from error
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 UPLOADS = 8
 """Concurrent uploads."""
 PUBLIC_UPLOADS = UPLOADS // 2
-"""Concurrent uploads of offers without an audience."""
+"""Concurrent public uploads, whose offers are not limited to an audience."""
 UPLOADS_PER_PEER = 2
 STREAMS = 64
 """Open streams, including those that have not sent a request yet. Others are reset."""

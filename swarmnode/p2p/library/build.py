@@ -45,7 +45,7 @@ def build_host(
         disable_identify_address_discovery=True,
         # Connections are bounded below and by the guards. The library's options would add attacks:
         # a breaker that refuses every peer after five refusals, limits that shrink under load, and
-        # tables by peer id, of which a stranger has any number.
+        # tables by peer id, although a stranger can create any number of peer ids.
         resource_manager=ResourceManager(
             enable_metrics=False,
             enable_circuit_breaker=False,
@@ -57,8 +57,8 @@ def build_host(
             high_watermark=max_connections,
             low_watermark=0,
             min_connections=0,
-            # two peers may dial each other at once, and again when one of them has restarted
-            # unnoticed
+            # Two peers may dial each other simultaneously, and again after one of them restarted
+            # and the other has not noticed it yet.
             max_connections_per_peer=4,
         ),
     )

@@ -59,8 +59,8 @@ def _translated(error: Exception, doing: str) -> PeerError:
 
 
 def first_cause(error: BaseException) -> str:
-    """Return the text of the first cause of an error, because the library's wrappers do not say
-    what happened."""
+    """Return the text of the first cause of an error, because the library's wrapping exceptions do
+    not contain it."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, BaseExceptionGroup):

@@ -44,7 +44,7 @@ PINNED = "pinned"
 """Tag of connections that the library's pruner must keep."""
 
 StreamTask = Callable[[Stream], Awaitable[None]]
-"""Handles a stream of a peer; the stream lives as long as the task."""
+"""Handler of a peer's stream. The stream ends with the task."""
 
 
 class Connection:

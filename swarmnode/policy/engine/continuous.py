@@ -30,11 +30,11 @@ from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 from swarmnode.policy.slots import PrefilledRow, Slots, prefill
 
 BURST = 16
-"""Largest number of decoding steps in one call if no row ends. Weights are cast to the compute
+"""Maximum number of decoding steps in one call if no row ends. Weights are cast to the compute
 dtype once per call."""
 WHOLE_BURST = {"cuda": 64}
-"""Number of decoding steps of one call, even if rows end before. Recording the steps again costs as
-much as launching two, which takes as long as replaying ten."""
+"""Number of decoding steps of one call with CUDA graphs, even if rows end before. Recording the
+graph again costs as much as two launched steps or ten replayed steps."""
 AHEAD = 1
 """Number of additional requests per request of a step. They use the rows that would otherwise wait
 for the longest completion of a group. Training data is older by as many updates."""
@@ -175,7 +175,7 @@ class Continuous:
     # ---- one step --------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start as many waiting rows as fit."""
+        """Start waiting rows until no further row fits."""
         longest = (
             max(len(group.prompt_ids) for group in self._groups.values())
             + self._sampling.max_tokens

@@ -56,7 +56,8 @@ RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
 """Delay before a failed server is retried, in seconds; it doubles with each consecutive failure up
 to RETRY_MOST."""
 AHEAD = 1
-"""As in `continuous`: the server samples groups of the next step while this step is trained."""
+"""Number of additional requests per request of a step: the server samples groups of the next step
+during this one, like `continuous`."""
 REASON_CHARACTERS = 300
 """Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3

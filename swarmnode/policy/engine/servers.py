@@ -105,7 +105,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     failures: dict[str, int] = {}
     """Number of failures by `client.Reason`."""
     loads: int = 0
-    """Number of loads of weights."""
+    """Number of times that the server has loaded weights."""
     load_seconds: float = 0.0
     """Duration of the last load until its check had passed."""
     gap: float | None = None

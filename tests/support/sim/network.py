@@ -51,7 +51,7 @@ class Medium:
         self.wires = wires
         self.timeline = timeline
         self.listening: dict[str, SimNetwork] = {}
-        """By address."""
+        """Nodes by address."""
         self.waits: dict[int, Wait] = {}
         self._number = 0
 

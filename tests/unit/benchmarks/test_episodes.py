@@ -1,4 +1,4 @@
-"""The games of the benchmark of episodes, and what it prints."""
+"""The games of benchmarks.episodes, and its printed table."""
 
 import random
 from statistics import fmean
@@ -30,7 +30,7 @@ def test_the_shortest_way_across_the_lake_wins():
     assert step("right") == ("the goal", 1.0, True)
 
 
-def test_who_looks_and_uses_what_it_saw_wins_the_guess():
+def test_looking_first_wins_the_guessing_game():
     first, step = GAMES["guess"].begin(0)
     text = split(first)
     assert text.question == "Guess a number."

@@ -1,5 +1,4 @@
-"""What benchmarks.noloco trains: replicas that do not leak into each other, shards that are unlike,
-payloads that are counted."""
+"""benchmarks.noloco: replicas are independent, shards differ, and payload bytes are counted."""
 
 import pytest
 import torch

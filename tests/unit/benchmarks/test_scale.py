@@ -1,4 +1,4 @@
-"""benchmarks.scale: the same seed makes the same run, costs are sums, liars are asked less."""
+"""benchmarks.scale: a seed determines the run, costs are sums, and liars receive fewer requests."""
 
 import random
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_recovery_time_is_after_the_last_dip():
     ) == (None, 0.5)
 
 
-def test_a_connected_graph_has_about_as_many_neighbours_as_asked_for():
+def test_connected_graph_has_about_the_requested_degree():
     linked = rings(40, 4, random.Random(1))
     assert 3 < sum(map(len, linked)) / 40 <= 4
     reached, news = {0}, [0]

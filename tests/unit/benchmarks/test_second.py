@@ -42,7 +42,7 @@ def policies(start, arm):
     return [second.load(member, start[0]) for member in STUDIES[arm].members]
 
 
-def test_a_start_policy_is_made_once_and_is_right_as_often_as_asked(start, monkeypatch):
+def test_start_policy_is_cached_and_has_the_requested_accuracy(start, monkeypatch):
     directory, _ = start
     monkeypatch.setattr(sums_policy, "pretrain", None)
     assert sums_policy.make(TINY, directory.parent) == directory
@@ -62,7 +62,7 @@ def test_training_and_held_out_questions_are_different_rows(start):
     assert trained.isdisjoint(exam.prompts)
 
 
-def test_a_majority_decides_in_training_and_the_right_answer_in_the_exam(start):
+def test_training_uses_the_majority_and_the_exam_uses_answers(start):
     _, scorer = start
     arm = "alone, majority"
     swarm = SecondSwarm(STUDIES[arm], policies(start, arm), SIZE, scorer, 0)
@@ -85,7 +85,7 @@ def test_trl_learns_the_questions_of_the_lone_node(start):
     assert len(theirs["tokens"]) == len(ours["tokens"]) == SIZE.steps
 
 
-def test_each_node_has_a_record_and_a_finished_run_is_found(start, tmp_path):
+def test_each_node_is_recorded_and_finished_runs_are_found(start, tmp_path):
     _, scorer = start
     arm = "LoRA with full"
     row = second.run(arm, 0, SIZE, scorer, policies(start, arm))

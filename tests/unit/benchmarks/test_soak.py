@@ -1,4 +1,4 @@
-"""What a soak takes for growth."""
+"""The soak test's detection of growth."""
 
 import random
 
@@ -9,7 +9,7 @@ def series(of):
     return [(10.0 * i, of(i)) for i in range(60)]
 
 
-def test_a_leak_is_seen_through_noise_and_noise_is_no_leak():
+def test_leak_is_detected_in_noise_but_noise_is_not_a_leak():
     rng = random.Random(1)
     leak = series(lambda i: 100 + 0.2 * i + rng.gauss(0, 2))
     assert soak.grows(leak)
@@ -17,7 +17,7 @@ def test_a_leak_is_seen_through_noise_and_noise_is_no_leak():
     assert not any(soak.grows(series(lambda i: 100 + rng.gauss(0, 2))) for _ in range(50))
 
 
-def test_what_stands_still_falls_or_creeps_is_none():
+def test_constant_falling_or_slowly_rising_use_is_no_leak():
     assert soak.surety(series(lambda i: 7)) == 0
     assert not soak.grows(series(lambda i: 7))
     assert not soak.grows(series(lambda i: 100 - i))

@@ -89,7 +89,7 @@ def test_headers_override_the_estimate_of_other_architectures(model_dir, policie
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
-def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
+def test_layer_bytes_equal_those_saved_by_autograd(kind, dtype, lora):
     def saved(layers, tokens=1024):
         config = kind(
             vocab_size=64,

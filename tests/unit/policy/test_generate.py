@@ -68,7 +68,7 @@ def test_shared_prefill_samples_what_separate_prompts_sample(policies, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropping_ended_rows_changes_nothing(policies, kind, monkeypatch):
-    # one in ten tokens ends
+    # one tenth of the vocabulary ends a completion
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
     for kind in (GrowingDecoder, Slots):

@@ -122,7 +122,7 @@ def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, m
     assert all(graph is not None for graph in made)
 
 
-def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
+def test_unrecordable_step_is_launched(model_dir, monkeypatch, caplog):
     policy = load(model_dir("llama"))
     real, steps = slots.next_logits, []
 

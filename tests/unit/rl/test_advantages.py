@@ -39,7 +39,7 @@ def test_mc_grpo_keeps_the_sign_that_a_mean_would_flip():
     assert advantages(rewards, "grpo")[0, 3] < 0
 
 
-def test_mc_grpo_leaves_out_exactly_one_completion_with_the_median_reward():
+def test_mc_grpo_excludes_one_completion_with_median_reward():
     rewards = torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, 1.0], [5.0, 5.0, 5.0]])
     mask = train_mask(rewards, "mc_grpo")
     assert mask.tolist() == [[True, True, False], [False, True, True], [False, True, True]]

@@ -89,7 +89,7 @@ def surprise(*pair):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_surprise_check_takes_samples_of_this_and_of_a_near_policy(seed):
+def test_surprise_check_accepts_own_and_similar_policies(seed):
     generator = torch.Generator().manual_seed(seed)
     policy = torch.randn(50, generator=generator) * 3
     near = policy + torch.randn(50, generator=generator) * 0.5

@@ -111,7 +111,7 @@ def batch(base):
 
 
 def completion_logprobs(model, inputs):
-    """(N, T), straight from the logits: nothing of TRL's, nothing of ours."""
+    """Return (N, T) computed from the logits alone, without code of TRL or swarmnode."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     logits = model(input_ids=ids, attention_mask=mask).logits[:, -LENGTH - 1 : -1].float()
@@ -161,7 +161,8 @@ def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
     assert ours.loss.item() == pytest.approx(theirs.item(), abs=1e-4)
     assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
     metrics = trainer._metrics["train"]
-    # TRL counts its region clip after clamping to delta; ours counts what delta removes too
+    # TRL counts its region clip after clamping to delta; swarmnode also counts tokens that delta
+    # removes
     if "delta" not in mode:
         assert ours.clip_fraction.item() == pytest.approx(
             metrics["clip_ratio/region_mean"][0], abs=1e-6

@@ -59,7 +59,7 @@ async def test_many_questions_at_once_and_one_unknown(expected):
     assert results[:5] + results[6:] == wanted[:5] + wanted[6:]
 
 
-async def test_what_cannot_be_regenerated_is_raised():
+async def test_regeneration_failure_is_raised():
     async with AsyncScorer() as scorer:
         with pytest.raises(TaskUnknown):
             await scorer.prompt(ref(task="rg/gcd", version=task_version("rg/lcm")))

@@ -31,7 +31,7 @@ from swarmnode.wire.messages import TaskRef
         ("7 #", "auto", False),
     ],
 )
-def test_what_follows_an_answer_is_found(text, how, tail):
+def test_text_after_an_answer_is_found(text, how, tail):
     assert has_text_after(text, how) is tail
 
 

@@ -227,7 +227,7 @@ def test_components_are_added_by_name(echo):
         ("eat", "MemoryError"),
     ],
 )
-def test_what_an_environment_does_wrong_costs_its_episode_alone(echo, action, error):
+def test_environment_fault_ends_only_its_episode(echo, action, error):
     scored = play(echo, ["earn 1", action, "a"], ["end 1"])
     assert scored.rewards == [0.0, 1.0]
     assert scored.episodes[0].observations == ["earned", "[the environment failed]"]
@@ -274,7 +274,7 @@ def test_control_characters_go_and_special_tokens_stay(echo):
     assert scored.episodes[0].observations == ["red a\nb\tc <|im_end|> \u00e9"]
 
 
-def test_what_an_environment_prints_is_discarded(echo):
+def test_environment_output_is_discarded(echo):
     assert play(echo, ["print", "end 1"]).rewards == [1.0]
     assert echo.statistics().failures == 0
 
@@ -287,9 +287,9 @@ def test_too_long_action_ends_the_episode(echo):
     assert echo.statistics().skipped == 2
 
 
-def test_what_is_kept_between_turns_is_never_visible(games):
-    """Every prefix of random episodes, asked in random order of a player that keeps one episode,
-    of one that keeps many and of one that keeps none."""
+def test_hidden_tokens_between_turns_are_never_visible(games):
+    """Three players store no, one and 64 episodes. Each plays every prefix of random episodes in
+    random order, and all return the same observations."""
     installed("echo")
     source = registry.TASKS[ECHO]
     task = episodes.own.OwnTask(ECHO, source.source, source.settings)

@@ -123,7 +123,7 @@ def test_questions_and_answers_are_reasoning_gyms(scorer):
         [(question, answers) for question, (_, answers, _) in zip(refs, references, strict=True)]
     )
     assert [result.prompt for result in scored] == [question for question, _, _ in references]
-    # of what the library gives full marks, the answer as it writes it
+    # among the answers with full reward from the library, the form that the library writes
     assert [result.rewards for result in scored] == [
         [float(text == texts[0]) for text in texts] for _, texts, _ in references
     ]

@@ -62,7 +62,7 @@ def test_a_scorer_that_executes_answers_is_refused_by_name(name):
         check_names(["rg/chain_sum", f"rg/{name}"])
 
 
-def test_what_is_refused_is_not_a_task():
+def test_refused_task_is_not_registered():
     assert set(REFUSED) == {f"rg/{name}" for name in DANGEROUS}
     assert not set(REFUSED) & set(TASKS)
 

@@ -142,7 +142,7 @@ def test_sequence_outside_its_range_is_an_error(sequence):
 @pytest.mark.parametrize(
     ("seed", "index"), [(1, 0), (-INDEX_SPAN, 0), (SEED_LIMIT, 0), (0, -1), (0, INDEX_SPAN)]
 )
-def test_what_is_no_address(seed, index):
+def test_invalid_seed_addresses_are_rejected(seed, index):
     assert not is_address(seed, index)
 
 

@@ -202,7 +202,7 @@ def test_taskset_without_a_usable_reward_is_refused(tmp_path, written):
 @pytest.mark.parametrize(
     "settings", [{"verifier": "numeric"}, {"prompt": "question"}, {"revision": "main"}]
 )
-def test_what_a_taskset_says_itself_cannot_be_set(tmp_path, written, settings):
+def test_values_of_a_taskset_cannot_be_overridden(tmp_path, written, settings):
     written()
     with pytest.raises(
         ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers sets that itself"

@@ -288,7 +288,7 @@ def test_where_an_answer_stands(how, text, found):
     assert extract(text, how) == found
 
 
-def test_what_is_marked_comes_before_what_is_guessed():
+def test_marked_answer_has_priority_over_a_guess():
     assert extract("<answer>1</answer> \\boxed{2} 3", "auto", "last_number") == "1"
     assert extract("\\boxed{2} and 3", "auto", "last_number") == "2"
     assert extract("2 and 3", "auto", "last_number") == "3"

@@ -19,7 +19,7 @@ from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
 
 
 class Source:
-    """A model with its optimizer and lock, as an engine has them."""
+    """The attributes of an engine that `Checkpoints` reads: model, optimizer and lock."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_few_earlier_states_are_kept_at_growing_intervals(tmp_path, clock):
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """A trained node with states of steps 1 to 3, of which the last one is worse."""
+    """A trained node with states of steps 1 to 3. The last state is worse than the second."""
     source = Source()
     saver = Saver(tmp_path / "trainer", history_seconds=0.0)
     saver.start()

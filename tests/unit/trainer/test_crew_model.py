@@ -246,8 +246,8 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
 
 
 def test_checkpoints_and_averaging_count_as_host_memory(monkeypatch):
-    """A journal copies weights and moments after each step; slow weights, momentum and base lie
-    beside them, and three snapshots. Who has no room is killed."""
+    """The planned host memory covers the journal's copy of weights and moments, the slow weights,
+    momentum and base of averaging, and three snapshots. A process beyond it would be killed."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
     assert (host_bytes_per_weight(averaged), host_bytes_per_weight(saved)) == (30, 18)
     shape = LlamaConfig(

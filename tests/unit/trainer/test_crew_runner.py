@@ -456,7 +456,7 @@ def test_offers_less_after_a_stage_that_did_not_fit():
     assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
 
-def test_stage_of_a_crew_that_does_not_run_starts_no_exchange():
+def test_stage_of_a_stopped_crew_starts_no_exchange():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
     node = SimpleNamespace(

@@ -269,8 +269,8 @@ async def test_small_member_reduces_the_micro_batch(tmp_path, model, monkeypatch
 
 
 async def test_number_of_pieces_of_a_step_is_bounded(tmp_path, model, monkeypatch):
-    """A member that reports that no piece is small enough ends no trainer; the step is skipped like
-    any refused step."""
+    """If a member runs out of memory at the smallest micro-batch, the step is skipped and every
+    trainer continues."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
     for module in (
@@ -534,7 +534,7 @@ async def test_head_accepts_groups_of_a_member_with_a_policy_copy(tmp_path, mode
                 assert (await in_thread(engine.update, some_rows(policy, step))).stepped
             before = len(member.published)
             await until(lambda before=before: len(member.published) > before, seconds=60)
-        published = list(member.published)  # it goes on
+        published = list(member.published)  # the trainer continues to publish
         judged = await in_thread(judge, as_received(published, policy), policy, engine.score, 1.0)
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * len(published)
         versions = [group.policy_version for group in published]
@@ -695,7 +695,7 @@ def test_a_copy_is_planned_beside_the_stage(tmp_path, model):
         ).run()
 
 
-def test_who_needs_a_crew(tmp_path, model):
+def test_only_too_large_models_need_a_crew(tmp_path, model):
     fits = config(tmp_path, model, stages={"mode": "auto"})
     assert isinstance(make_trainer(fits, Progress()), Trainer)
     few = {"groups_per_step": 2}

@@ -226,7 +226,7 @@ class Own:
         return GenerationStatistics(0, 0, 0)
 
 
-def test_all_later_turns_go_to_the_rank_that_keeps_their_rows():
+def test_later_turns_go_to_the_rank_of_their_rows():
     policy = load_policy(Config.model_validate({"policy": {"devices": "cpu"}}).policy)
     pool, own = Pool(), Own()
     generation = SharedGeneration(own, pool, policy, Sampling(3, 8), policy.random_generator(0))

@@ -68,8 +68,8 @@ WITH_TOOLS = SHOWN + QWEN2.replace("<|im_end|>", CALLS)
 @pytest.fixture(scope="module")
 def policy():
     """The embedded policy without a chat template, so that observations stand between line breaks.
-    Its answers end after some tokens, whatever it was asked. No answer has another special token,
-    with which it would not be shared."""
+    Its answers end after some tokens for any question. No answer has another special token, because
+    an answer with one would not be shared."""
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig())
     tokenizer = copy.deepcopy(policy.tokenizer)
@@ -322,7 +322,7 @@ def test_templates_of_real_models(policy, name, shows, with_own, plain):
             around_observations(tokenizer)
 
 
-def test_a_template_that_opens_the_thought_is_tested_with_the_rest(policy):
+def test_template_that_opens_the_thought_is_tested(policy):
     trl = pytest.importorskip("trl")
     folder = importlib.resources.files(trl) / "chat_templates"
     tokenizer = template(policy, (folder / "qwen3_6.jinja").read_text())

@@ -534,7 +534,7 @@ def test_peers_marks_are_not_learnt(policy, sample):
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
 
 
-def test_an_ending_that_the_reward_does_not_need_is_not_learnt(policy, sample):
+def test_unneeded_ending_is_not_learnt(policy, sample):
     lengths = [len(c.ids) for c in sample.completions]
     whole = max(lengths)
     best = lengths.index(whole)

@@ -70,7 +70,7 @@ def learnt(text, verifier):
 
 
 @pytest.mark.parametrize("mark", [".", " ", "..", " !", "...", "x" * 7, "y" * 40])
-def test_a_mark_of_any_length_behind_the_answer_is_not_learnt(mark):
+def test_mark_after_the_answer_is_not_learnt(mark):
     count, taught = learnt("12" + mark, Verifier("12"))
     assert count >= 1
     assert not set(taught) & set(mark)
@@ -99,7 +99,7 @@ def test_reasoning_before_an_answer_is_learnt():
     assert len(text) - 2 > MOST_BEGINNING
 
 
-def test_an_answer_that_is_needed_is_learnt_with_its_end_token():
+def test_needed_answer_is_learnt_with_its_end_token():
     verifier = Verifier("12")
     assert learnt("12", verifier) == (3, "12\0")
     assert verifier.texts == 2, "two texts for each rewarded answer"

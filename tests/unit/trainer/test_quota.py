@@ -1,4 +1,4 @@
-"""Peers teach a token about as often as own rewarded answers contain it."""
+"""A token's share in training on peers' answers is about its share in own rewarded answers."""
 
 import random
 
