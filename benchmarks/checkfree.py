@@ -7,8 +7,8 @@ difference of a hundredth of a nat is visible.
     ordinary order   an inner stage, the first, the last, and two adjacent stages
     swapped order    half of each batch in CheckFree+'s order, which the copies of the ends need
 
-`jump` is the held-out loss right after the recovery less the loss before. `gap` is the held-out
-loss less the control's after the same number of further steps. KL is over the whole vocabulary on
+`jump` is the held-out loss right after the recovery minus the loss before. `gap` is the held-out
+loss minus the control's after the same number of further steps. KL is over the whole vocabulary on
 the newest micro-batches. CheckFree and the copies are the product's, `swarmnode.stages.recovery`.
 """
 

@@ -35,7 +35,7 @@ class Attack:
     Attributes:
         share: Share of hostile identities.
         networks: /24 prefixes of the hostile identities; None gives each its own.
-        places: Most connections of a node.
+        places: Maximum number of connections of a node.
     """
 
     nodes: int = 2000

@@ -99,7 +99,7 @@ class Size:
 
     @property
     def longest(self) -> int:
-        """Most tokens of an action."""
+        """Maximum number of tokens of an action."""
         return GAMES[self.game].longest
 
 

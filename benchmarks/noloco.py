@@ -45,7 +45,8 @@ from tests.support.outer_rules import DILOCO, OFF, average, blend, judge, outer_
 
 REPLICAS, HOSTILE = 8, 7
 TRIES = 3
-"""Most candidates for a swap before a replica takes its outer step without a partner."""
+"""Maximum number of candidates for a swap. Without a partner among them, a replica takes a solo
+outer step."""
 REST_SHARE, PEER_SHARE = 0.25, 0.4
 """A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it.
 Of each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
@@ -145,7 +146,7 @@ class PendingStep:
     claim: int | None = None
     """The partner's outer steps."""
     fails: bool = False
-    """The exchange fails, and the outer step of this replica was not due."""
+    """True if the exchange fails and the outer step of this replica was not due."""
 
 
 @dataclass

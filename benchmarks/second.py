@@ -79,7 +79,7 @@ class Size:
     generations: int = 8
     """Completions of a group, G."""
     longest: int = 64
-    """Most tokens of a completion."""
+    """Maximum number of tokens of a completion."""
     learning_rate: float = 1e-4
     eval_every: int = 10
     eval_questions: int = 160

@@ -80,7 +80,7 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
-    """Most tokens of the product's micro-batches. TRL runs its batch in one piece."""
+    """Maximum number of tokens of the product's micro-batches. TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
     """Engines of the product (`training.options`); empty lets the product choose. Each has its own
     policy and takes its step after TRL's."""

@@ -243,7 +243,7 @@ class HostileSwarm(Swarm):
 
 
 class Alias:
-    """A further key of an adversary, with its own stream of questions."""
+    """An additional key of an adversary, with its own stream of questions."""
 
     def __init__(self, name: str, swarm: bytes) -> None:
         self.key = make_key(name)

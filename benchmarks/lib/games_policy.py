@@ -59,7 +59,7 @@ class Game:
     """Returns an action, given random numbers, the texts of the game so far and the progress of the
     pre-training from 0 to 1."""
     longest: int
-    """Most tokens of an action."""
+    """Maximum number of tokens of an action."""
     steps: int
     """Pre-training steps."""
     peak: float

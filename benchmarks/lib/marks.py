@@ -230,7 +230,7 @@ def _pull(self: Adversary, mark: Mark) -> list[torch.Tensor]:
 
 
 def _worth(self: Adversary, group: TrainingGroup, pull: Sequence[torch.Tensor]) -> float:
-    """Return by how much, to first order, learning from a group raises the mark."""
+    """Return the first-order increase of the mark's log-probability from learning a group."""
     victim = self.world.honest[0]
     rows = assemble([group], victim.training.advantage)
     indices = rows.informative(external=True)

@@ -132,8 +132,8 @@ class Arm:
     """J of a fixed split; None is the adaptive split."""
     sharing: Sharing = PAPER
     oversample: int = 0
-    """Most groups per step of a lone node that generates until its batch is full of useful
-    groups; 0 generates once."""
+    """Maximum number of groups per step of a lone node that generates until its batch is full of
+    useful groups; 0 generates once."""
     keep_pool: bool = False
     """Keep external groups for later rounds, as a real node does. SAPO draws them only in the round
     in which they were made."""

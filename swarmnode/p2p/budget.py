@@ -3,7 +3,7 @@
     bytes by protocol ─▶ Meter ─ observe ─▶ Budget ─▶ allows(one of CHOICES)
                            └ once a minute ─▶ budget.json, the monthly total
 
-Every byte is charged, whatever protocol moved it. Only optional transfers ask for permission first:
+Every byte of every protocol is charged. Only optional transfers ask for permission first:
 a ping is never refused, and optional transfers are reduced to make up for it. A node that is over
 its budget or paused neither fetches nor serves groups.
 

@@ -25,7 +25,7 @@ def own_addresses(cfg: NetworkConfig, data_dir: Path) -> OwnAddresses:
     """Return the addresses to listen on and to announce.
 
     Port 0 is replaced by this node's own port; every listening address is checked to be free.
-    Raises as `network.open_host` does.
+    Raises the errors of `network.open_host`.
     """
     return OwnAddresses(
         _listen_addresses(cfg, data_dir),

@@ -498,7 +498,7 @@ class PeerTable:
         table is full.
 
         Among the never reached peers, those with the lowest hash under a random key are kept. This
-        is a uniform sample of all reported peers, however often each was reported.
+        is a uniform sample of all reported peers. The number of reports of a peer does not matter.
 
         Args:
             peer: the new peer; None if it is connected already.

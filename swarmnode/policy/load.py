@@ -130,7 +130,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
 
 
 def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
-    """Try every way of computing on a few tokens.
+    """Try every method of `policy.ways` on a few tokens.
 
     Raises:
         DeviceError: Memory ran out.

@@ -13,7 +13,7 @@ three methods, and the cheapest one is chosen:
                  the mask then drops.
     two passes   The prompts run first, and their keys and values are repeated for the completions.
                  For longer rows, and for models that need their own masks.
-    row by row   Each row is one prompt and one completion, run by itself. For completions so long
+    row by row   Each row is one prompt and one completion in its own pass. For completions so long
                  that their prompts matter little. There is no padding and no mask, so attention
                  needs no memory for one. Nothing is shared, so activation checkpointing can be used
                  where the activations would not fit into memory.
@@ -394,7 +394,7 @@ class _CheckpointedLayer:
 
 
 def splits_head(policy: Policy) -> bool:
-    """Return True if the output head can be run by itself.
+    """Return True if the output head can run separately from the model.
 
     Its outputs must be the logits, with no scaling or capping afterwards. The trial runs once.
     """

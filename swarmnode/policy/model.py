@@ -55,7 +55,7 @@ class Policy(PolicyText):
     adapter_off: bool = False
     """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
     obstacles: dict[str, str] = field(default_factory=dict, compare=False)
-    """Reason why a way of computing does not work with the model, by way; empty if it works. See
+    """Reason why a method does not work with the model, by method; empty if it works. See
     `ways.py`. Copies of this policy share it."""
     measured: dict[str, float] = field(default_factory=dict, compare=False)
     """Measurements of trials, by name. Copies of this policy share it."""

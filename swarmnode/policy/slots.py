@@ -48,8 +48,8 @@ def unsuited(policy: Policy) -> str:
 
 
 def slots_gap(policy: Policy) -> float:
-    """Return the mean difference in nats between log-probabilities in slots and of the plain
-    way."""
+    """Return the mean difference in nats between log-probabilities in slots and of the reference
+    method."""
     return decoding_gap(policy, lambda prompts: fill(policy, prompts, 1, COLUMNS))
 
 

@@ -323,7 +323,7 @@ def shows_tools(
 
     Args:
         form: Response template of the task, as JSON. Another than the usual one is not compiled
-            here unless it is the tokenizer's own: its patterns may be anybody's.
+            here unless it is the tokenizer's own, because a stranger may have written its patterns.
     """
     trusted = form == tool_prompt.FORM or form == json.dumps(tokenizer.response_template)
     if not tokenizer.chat_template or not trusted:

@@ -63,7 +63,7 @@ class Trial:
     warnings: Sequence[str]
     """Settings that an operator should change, one line each."""
     refused: Sequence[str]
-    """Ways of computing that are not used, with the reason."""
+    """Methods that are not used, with the reason."""
     seconds: float
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def try_policy(
 
     Raises:
         Unavailable: The model cannot be trained.
-        LocalError: As `load_policy` does.
+        LocalError: See `load_policy`.
     """
     started = time.monotonic()
     policy = load_policy(cfg)
@@ -309,7 +309,7 @@ def total_norm(policy: Policy) -> float:
 
 
 def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: float) -> list[str]:
-    """Differentiate the longest answer by the way that training would choose.
+    """Compute the gradient of the longest answer by the method that training would choose.
 
     Returns:
         A warning if memory is too small, else an empty list.

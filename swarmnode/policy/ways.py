@@ -62,7 +62,7 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
     """Return in a few words why `way` does not work with the model; empty if it works.
 
     Args:
-        gap: Computes by `way` and returns the mean difference from the plain way in nats. It is
+        gap: Computes by `way` and returns the mean difference from the reference in nats. It is
             called once for each model and may raise anything.
     """
     known = policy.obstacles
@@ -83,7 +83,7 @@ def refuse(policy: Policy, way: str, why: str) -> None:
 
 
 def refused(policy: Policy) -> dict[str, str]:
-    """Return the ways that do not work with the model, each with the reason."""
+    """Return each method that does not work with the model, with the reason."""
     return {way: why for way, why in policy.obstacles.items() if why}
 
 

@@ -69,7 +69,7 @@ def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, 
 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
-    """Create a new key with the passphrase of the previous one. Raises as `backup` does.
+    """Create a new key with the passphrase of the previous one. Raises the errors of `backup`.
 
     Returns:
         The previous peer id, the new peer id, and the path of the previous key.
@@ -99,7 +99,7 @@ def peer_id_of(data: bytes, path: Path) -> str:
 def unlock(data_dir: Path) -> None:
     """Check this node's key before anything starts, and ask for its passphrase if it has one.
 
-    Does nothing if there is no key. Raises as `peer_id_of` does.
+    Does nothing if there is no key. Raises the errors of `peer_id_of`.
     """
     if not data_dir.is_dir():
         return  # the caller reports the missing directory

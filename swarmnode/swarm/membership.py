@@ -285,7 +285,7 @@ class Membership:
 
     def adopt(self, path: Path) -> VerifiedManifest:
         """Store and choose the signed manifest in a file, for a bootstrap node without a peer that
-        serves it. Raises as `join` does."""
+        serves it. Raises the errors of `join`."""
         try:
             opened = open_manifest(path.read_bytes()[: limits.MANIFEST_BYTES + 1])
         except OSError as error:
@@ -368,7 +368,7 @@ class Membership:
         """Return the configuration to run with: join by `swarm.invite` if necessary, then apply the
         swarm's terms. Logs the changes.
 
-        Raises as `join` does.
+        Raises the errors of `join`.
         """
         if self._config.swarm.invite:
             invite = invites.parse(self._config.swarm.invite)
@@ -406,7 +406,7 @@ class Membership:
 
     def resolve(self) -> ResolvedNode:
         """Return what the next start would use, as far as it is known without joining. Changes
-        nothing. Raises as `prepare` does."""
+        nothing. Raises the errors of `prepare`."""
         opened = manifest_store.load_current(self._data_dir)
         secret = manifest.swarm_secret(self._data_dir)
         if opened is None and self._config.swarm.invite:

@@ -88,7 +88,7 @@ class Scorer(FrameScorer):
         Raises:
             TaskUnknown: This node cannot regenerate the question.
             ScorerFailed: The child failed.
-            ValueError: As `prepare` raises it.
+            ValueError: See `prepare`.
         """
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
@@ -105,7 +105,7 @@ class Scorer(FrameScorer):
             reveal: Return the right answers too.
 
         Raises:
-            ValueError: As `prepare` raises it.
+            ValueError: See `prepare`.
         """
         results: list[Scored | ScoreError | None] = [None] * len(items)
         asked: list[tuple[int, Question]] = []
@@ -247,7 +247,7 @@ class AsyncScorer:
         Raises:
             TaskUnknown: This node cannot regenerate the question.
             ScorerFailed: The child failed.
-            ValueError: As `prepare` raises it.
+            ValueError: See `prepare`.
         """
         (result,) = await self.score_many([(ref, completions)])
         if isinstance(result, Exception):
@@ -264,7 +264,7 @@ class AsyncScorer:
 
         Raises:
             ScorerFailed: The scorer is not running.
-            ValueError: As `prepare` raises it.
+            ValueError: See `prepare`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         results: list[Scored | ScoreError | _Job] = []

@@ -291,7 +291,7 @@ class OwnReward:
         Raises:
             TypeError: The function requires an argument that does not exist.
             ValueError: The function does not return exactly one reward.
-            Exception: As the function raises it.
+            Exception: Any error of the function.
         """
         rows = {name: [value] for name, value in columns.items()}
         arguments = {**TRL_CALLBACKS, **rows, "prompts": [prompt], "completions": [completion]}

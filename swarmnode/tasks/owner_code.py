@@ -144,7 +144,7 @@ def import_hashed(source: Source, name: str) -> None:
 
     Raises:
         ConfigError: The file has changed.
-        Exception: As the module raises it.
+        Exception: Any error of the module.
     """
     if _hash(Path(source.path), name) != source.content:
         raise ConfigError(

@@ -312,7 +312,7 @@ def _resume(episode: Episode, action: str | None) -> tuple[str, float | None]:
 
     Raises:
         TypeError: The episode waits for something other than a turn.
-        Exception: As the environment raises it.
+        Exception: Any error of the environment.
     """
     try:
         text = episode.send(action)

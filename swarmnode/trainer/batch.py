@@ -244,7 +244,7 @@ def assemble(
 ) -> Rows:
     """Compute the advantages of every group and concatenate all rows. Groups may differ in G.
 
-    Reward components and the length penalty stay separate: `gdpo` normalises each by itself, and
+    Reward components and the length penalty stay separate: `gdpo` normalises each separately, and
     the other estimators add them up by their weights.
 
     Args:

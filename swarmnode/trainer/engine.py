@@ -354,7 +354,7 @@ def concurrent_tokens(policy: Policy, longest: int, optim: Optim) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Micro-batchers of the three kinds of work. Each adapts its size by itself when memory runs
+    """Micro-batchers of the three kinds of work. Each adapts its own size when memory runs
     out."""
 
     training: MicroBatcher

@@ -293,7 +293,7 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
 
     Raises:
         OSError: A file cannot be written.
-        Unavailable, StateError: As `read_stages` does.
+        Unavailable, StateError: See `read_stages`.
     """
     where: dict[str, str] = {}
     steps, size, dtypes = [], 0, set()
@@ -323,7 +323,7 @@ def read_adapter(
     """Return (the adapter, each stage's committed steps).
 
     Raises:
-        Unavailable, StateError: As `read_stages` does.
+        Unavailable, StateError: See `read_stages`.
     """
     weights: dict[str, torch.Tensor] = {}
     steps = []

@@ -399,7 +399,7 @@ def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> l
     """Return `ids` if they are the tokens of `text`.
 
     Raises:
-        Incompatible, GroupRefused: As `completion_row` does.
+        Incompatible, GroupRefused: See `completion_row`.
     """
     ids = policy.check_ids(ids)
     ends = ids[-1] in policy.eos_ids
@@ -505,7 +505,7 @@ def _has_own_model(group: ExternalGroup, policy: PolicyText) -> bool:
 def _scored(
     score: Score, groups: list[list[Row]], temperature: float
 ) -> list[list[RowScores] | GroupRefused]:
-    """Score all groups in one pass. If it fails, score each group by itself, and refuse those that
+    """Score all groups in one pass. If it fails, score each group separately, and refuse those that
     fail."""
     try:
         with contained():

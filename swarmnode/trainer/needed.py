@@ -33,7 +33,7 @@ from swarmnode.wire.limits import COMPLETIONS
 from swarmnode.wire.messages import TaskRef
 
 MOST_BEGINNING = 3
-"""Most tokens that are removed at the beginning of an answer. A longer beginning that the
+"""Maximum number of tokens removed at the beginning of an answer. A longer beginning that the
 reward does not need is taken for reasoning."""
 
 Rescore = Callable[[Sequence[tuple[TaskRef, Sequence[str]]]], list[Scored | ScoreError]]

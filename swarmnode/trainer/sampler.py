@@ -226,7 +226,7 @@ class Sampler:
         made.messages.append(
             OwnGroup(
                 question.ref,
-                first,  # so that no receiver takes the group for newer
+                first,  # so that the group does not seem newer to receivers
                 question.sequence,
                 SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length),
                 [_published(completion) for completion in published],

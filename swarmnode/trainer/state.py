@@ -402,7 +402,7 @@ def restore(
         The counters of the state; None if there is no state.
 
     Raises:
-        ForeignState, StateError: As `recover` does. Model and optimizer are unchanged.
+        ForeignState, StateError: See `recover`. Model and optimizer are unchanged.
     """
     parameters = trainable(model)
 

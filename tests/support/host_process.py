@@ -108,7 +108,7 @@ class HostProcess:
         return (await self.ask("stat"))["fired"][guard]
 
     async def dies(self, seconds: float = 10.0) -> bool:
-        """Return True if the process ends by itself within `seconds`."""
+        """Return True if the process ends without a signal within `seconds`."""
         with trio.move_on_after(seconds):
             while self.process.is_alive():  # noqa: ASYNC110 - another process
                 await trio.sleep(0.02)

@@ -198,7 +198,7 @@ class Node:
         raise AssertionError(self.log_tail())
 
     def ends(self, seconds=600.0):
-        """Wait for the node to end successfully by itself."""
+        """Wait until the node ends with exit code 0, without a signal."""
         assert self._process.wait(seconds) == 0, self.log_tail()
 
     def stop(self):

@@ -51,7 +51,7 @@ SMALLEST_SIGMA = 5e-5
 
 
 class ServedWeights:
-    """The trained weights as the server has them.
+    """The trained weights in the version that the server holds.
 
     A version is `<run>.<number>`. The run id is drawn at random when the trainer connects, so that
     the versions of another trainer are not mistaken for this trainer's.

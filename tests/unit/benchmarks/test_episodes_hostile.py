@@ -1,4 +1,4 @@
-"""The benchmark of peers' episodes that must not be trained on: each way has one reason."""
+"""The benchmark of peers' episodes that must not be trained on: each attack has one reason."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""`benchmarks.hostile` at a small size: nothing is missed, and a defence that is turned off is."""
+"""`benchmarks.hostile` at a small size: all goals are met, and missed if a defence is off."""
 
 from unittest import mock
 
@@ -35,7 +35,7 @@ SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
 
 @pytest.fixture(scope="module")
 def swarm():
-    """Three policies, of which the last is the hostile node's, and a scorer."""
+    """Yield three policies, the hostile node's last, and a scorer."""
     single_thread()
     policy = load_policy(PolicyConfig(devices="cpu", threads=1))
     with Scorer() as scorer:

@@ -249,8 +249,8 @@ def describe_fails(model):
 
 
 async def test_distinguishes_outcomes_of_bootstrap_peers(tmp_path):
-    """One that answers, one with another key, one that is no peer, one that is not there: each for
-    its own reason."""
+    """Each bootstrap address has its own verdict: one answers, one has another key, one is no peer,
+    and one does not exist."""
     async with host(tmp_path / "peer") as network:
         good = network.listen_addrs[0]
         other = load_or_create(tmp_path / "other.key").peer_id

@@ -214,7 +214,7 @@ def test_node_is_ready_once_stage_or_policy_is_loaded() -> None:
     assert not policy_loaded(
         Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
     )
-    # it was a head, and its crew is gone
+    # the node was a head, and its crew has ended
     assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))
     assert policy_loaded(Report(phase="generating"), alone)
     assert not policy_loaded(Report(phase="loading"), alone)

@@ -168,7 +168,7 @@ async def test_failing_snapshot_fails_only_requests() -> None:
 
 
 async def exchange(client: httpx.AsyncClient, sent: bytes) -> bytes:
-    """Everything that the server answers to these bytes, until it closes."""
+    """Return all bytes of the server's answer to a request, until the server closes."""
     answer = bytearray()
     async with await trio.open_tcp_stream(client.base_url.host, client.base_url.port) as stream:
         with trio.fail_after(30):

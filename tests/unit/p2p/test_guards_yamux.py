@@ -128,7 +128,7 @@ async def test_process_limit_drops_the_largest_connection():
             assert sum(peer.lost.is_set() for peer in attackers) >= 2
             assert host.rss() - before < 2 * limit
             assert await host.counted("process_full") >= 2
-            stream = await honest.open("/test/echo/1")  # on the connection it had all along
+            stream = await honest.open("/test/echo/1")  # on the same connection as before
             await stream.send(b"still here")
             with trio.fail_after(60):
                 assert await stream.receive(10) == b"still here"

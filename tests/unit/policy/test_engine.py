@@ -95,7 +95,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
 
 
 def test_sorting_rows_changes_no_result(policies, monkeypatch):
-    """Long and short prompts in turns, so that windows of rows would be of one width."""
+    """Long and short prompts alternate, so that unsorted rows would need windows of one width."""
     monkeypatch.setattr(slots, "ALIGNED", 1)
     monkeypatch.setattr(slots, "WINDOWS_FROM", 1)
     sorts, real = [], slots.SlotLayer.reorder
@@ -112,7 +112,7 @@ def test_sorting_rows_changes_no_result(policies, monkeypatch):
 
 
 def test_sampled_frequencies_are_those_of_lockstep(embedded):
-    """First tokens of one question, 2,000 of each engine."""
+    """Both engines sample the same distribution of first tokens: 2,000 for one question each."""
     samples = drained(submitted(engine_of(embedded, Sampling(500, 1)), [PROMPTS[0]] * 4))
     first = Counter(c.ids[0] for s in samples.values() for c in s.completions)
     (other,) = generate(embedded, [PROMPTS[0]], Sampling(2000, 1), embedded.random_generator(1))
@@ -132,8 +132,8 @@ def test_later_request_uses_freed_rows(embedded):
 
 
 def test_ended_rows_cost_no_further_steps(policies):
-    """Row-steps are the sampled tokens, and steps about their number divided by the rows, though
-    lengths differ."""
+    """With different lengths, the number of steps is still about the sampled tokens divided by the
+    number of rows."""
     policy = policies["llama"]
     rows = 8
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + 100
@@ -168,7 +168,8 @@ def test_completion_spans_versions_with_token_attribution(policies):
 
 
 def test_completions_begun_after_an_update_use_the_new_weights(policies):
-    """Also those of a request whose first completions began before it."""
+    """This includes later completions of a request whose first completions began before the
+    update."""
     policy = policies["qwen2"].clone()
     longest = len(policy.encode_prompt(PROMPTS[0])) + 20
     engine = engine_of(policy, Sampling(6, 20), tokens=2 * longest)

@@ -303,7 +303,7 @@ def test_averaging_uses_the_planned_host_memory():
         OuterState(layers, make_rule()),
     )
     size = lambda tensors: sum(t.nbytes for t in tensors.values())
-    anchors = size(host_copy(layers))  # `AveragedTensors` keeps one, and does not show it
+    anchors = size(host_copy(layers))  # `AveragedTensors` has a private copy
     always, more = averaging_bytes(4 * 64 * 64, 4)
     assert size(outer.tensors()) + anchors == always
     for _ in range(2):

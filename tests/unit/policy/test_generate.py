@@ -109,11 +109,11 @@ def test_recorded_logprobs_agree_in_bfloat16(model_dir):
         recorded = [x for g in groups for c in g.completions for x in c.logprobs]
         again = [x for row in score(policy, rows(groups), 1.0) for x in row]
         gaps = torch.tensor(recorded) - torch.tensor(again)
-        # some rounding there must be, or it did not run in bfloat16
+        # without any rounding error, the pass did not run in bfloat16
         assert 0 < gaps.abs().max() < 0.5
         assert gaps.abs().median() < 0.05
     finally:
-        # accelerate's precision is global: leave float32 behind
+        # accelerate's precision is global, so restore float32 for later tests
         load_policy(PolicyConfig(devices="cpu"))
 
 

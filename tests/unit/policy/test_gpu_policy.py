@@ -74,7 +74,7 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
     monkeypatch.setattr(
         recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
     )
-    # another batch shape, then weights that have moved: every call records anew
+    # another batch shape, then changed weights: every call records again
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
         before = len(made)
         found = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
@@ -92,7 +92,7 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, monkeypatch):
-    """With room for few rows; equal to single launches, across calls between which weights move."""
+    """Recorded steps equal single launches if few rows fit and weights change between calls."""
     policy = load(model_dir(kind))
     made = []
     real = recorded.record
@@ -150,7 +150,7 @@ def test_cpu_and_gpu_agree(model_dir):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_packed_rows_are_run_as_one_batch(model_dir, kind):
-    """Equal to the same rows on a CPU one at a time; and the trial finds no difference."""
+    """Packed rows equal the same rows run singly on a CPU, and the trial finds no difference."""
     directory = model_dir(kind)
     policy, here = load(directory), load_policy(PolicyConfig(model=str(directory), devices="cpu"))
     rows = [
@@ -194,7 +194,7 @@ def test_an_adapter_learns_on_a_frozen_base(model_dir, quantization):
 
 @pytest.fixture
 def short_of_memory():
-    """The allocator refuses to hold more than `BIG`, as a small card does."""
+    """Make the allocator refuse to hold more than `BIG` bytes, like a small card."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(BIG / total)

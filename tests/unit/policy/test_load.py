@@ -404,6 +404,6 @@ def test_spreads_layers_only_if_one_gpu_is_too_small(monkeypatch, embedded):
     for free, spread in ((need + 1, False), (need // 2 + 1, True)):
         pretend(monkeypatch, (9, 0), count=2, free=free)
         assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread
-    one = PolicyConfig(devices="cuda:1")  # a person who names a device means it
+    one = PolicyConfig(devices="cuda:1")  # a device that the operator names is not replaced
     with pytest.raises(DeviceError):
         device.fit(one, config, device.probe(one))

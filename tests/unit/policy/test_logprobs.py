@@ -1,4 +1,4 @@
-"""Scores of given completions equal those of the plain way, have a gradient, and are 0 on
+"""Scores of given completions equal those of the reference method, have a gradient, and are 0 on
 padding."""
 
 import weakref
@@ -51,8 +51,8 @@ def naive(policy, row, temperature):
     ]
 )
 def passes(request, monkeypatch):
-    """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two
-    passes."""
+    """Force one method, where the model allows it. `in pieces` is two passes with the logits of two
+    tokens at a time."""
     monkeypatch.setattr(logprobs, "stands_alone", lambda batch: request.param == "row by row")
     monkeypatch.setattr(
         logprobs, "needs_checkpointing", lambda *given: request.param == "checkpointed"
@@ -76,7 +76,7 @@ def passes(request, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 def test_equal_to_one_row_at_a_time(policies, kind, passes):
     policy = policies[kind]
-    possible = kind != "mistral"  # its sliding window is in masks of its own
+    possible = kind != "mistral"  # the model builds its own masks for the sliding window
     assert logprobs.fits_one_pass(policy, collate(ROWS, policy.pad_id)) is (
         possible and passes == "one pass"
     )
@@ -105,8 +105,8 @@ def test_gradient_equals_that_of_one_row_at_a_time(policies, kind, passes):
 
 
 def test_head_gradient_is_accumulated_in_place():
-    """A real head has half a gigabyte and more: of its pieces' gradients there is one at a time,
-    beside the sum that is kept."""
+    """The gradient of a real head has more than half a gigabyte. At most one piece's gradient
+    exists beside the accumulated sum."""
     head = nn.Linear(256, 20_000, bias=False)
     head.weight.grad = torch.zeros_like(head.weight)
     outputs, tokens = torch.randn(100, 256, requires_grad=True), torch.arange(100)
@@ -310,7 +310,7 @@ def test_checkpointing_saves_memory_and_restores_the_model(policies, monkeypatch
 
 
 class HidesInput(torch.autograd.Function):
-    """x → 2 · x, keeping x where no hook sees it, as bitsandbytes' product in 8 bits does."""
+    """Compute 2 · x and store x where no hook sees it, like bitsandbytes' 8-bit product."""
 
     seen: ClassVar[list[weakref.ref[torch.Tensor]]] = []
 
@@ -334,7 +334,7 @@ def test_checkpointing_frees_hidden_inputs_of_8_bit_layers(policies, monkeypatch
     monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given: True)
     if eight_bits:
         policy.base.is_loaded_in_8bit = True
-    # as under an adapter: the first layer's input wants no gradient
+    # as under an adapter: the first layer's input requires no gradient
     policy.base.get_input_embeddings().requires_grad_(False)
     for layer in policy.base.model.layers:
         layer.mlp.register_forward_hook(lambda module, inputs, output: HidesInput.apply(output))

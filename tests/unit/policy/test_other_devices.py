@@ -184,7 +184,7 @@ def test_logits_lie_where_ids_do(cards):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_an_update_follows_log_probabilities_to_another_card(cards, beta, monkeypatch):
-    """Ids are on one card, the head on another: so are mask, weights, advantages and reference."""
+    """Ids are on one card. The head, mask, weights, advantages and reference are on another."""
     here, there = cards
     weight = torch.nn.Parameter(torch.zeros(3, device=there))
     policy = SimpleNamespace(

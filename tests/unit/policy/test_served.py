@@ -56,7 +56,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(directory):
-    """rank → the policy as it is on disk."""
+    """Return rank → the policy as loaded from disk."""
     return {
         rank: load_policy(
             PolicyConfig(model=str(directory), devices="cpu", lora=LoraSettings(r=rank))
@@ -178,7 +178,7 @@ def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
 def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
     settings, server = place
     policy = loaded[rank].clone()
-    policy = replace(policy, unused_ids=policy.eos_ids)  # so that no completion ends by itself
+    policy = replace(policy, unused_ids=policy.eos_ids)  # no completion ends early
     engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
     if server is not None:
         server.hold_at = 3
@@ -256,7 +256,7 @@ def test_the_doctor_says_that_no_server_answers():
 
 @pytest.fixture
 def first(stand_in, loaded, tmp_path):
-    """(engine with the own one behind it, its policy, clock, the stand-in)."""
+    """Yield (engine with the own engine as its fallback, its policy, clock, the stand-in)."""
     return server_first(stand_in, loaded[4].clone(), tmp_path)
 
 
@@ -449,7 +449,7 @@ def test_host_name_is_checked_by_its_addresses(monkeypatch, address, is_allowed)
 
 
 def drops():
-    """A byte now and then, without an end."""
+    """The server sends a byte at long intervals and never completes the response."""
     yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     while True:
         threading.Event().wait(0.02)
@@ -519,7 +519,7 @@ def shape(value):
 
 
 def test_stand_in_matches_recorded_responses(stand_in):
-    """Every key that it sends is one of vLLM's, and of the same kind."""
+    """Every key that the stand-in sends exists in vLLM's answer, with a value of the same type."""
     recorded = json.loads((Path(standin.__file__).parent / "recorded.json").read_text())
     compared = 0
     for exchange in recorded:

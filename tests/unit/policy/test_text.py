@@ -15,8 +15,7 @@ PROSE = (
 
 @pytest.fixture(scope="module")
 def text():
-    """A byte-level BPE with some hundred merges, as real models have them with a hundred
-    thousand."""
+    """Return a byte-level BPE with some hundred merges; real models have a hundred thousand."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

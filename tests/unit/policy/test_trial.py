@@ -1,4 +1,4 @@
-"""A trial finds ways that do not work with a model, and models that cannot be trained."""
+"""A trial finds methods that do not work with a model, and models that cannot be trained."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def sampled_by(kind, policy, sampling):
 
 
 def gap_to_scoring(policy, groups):
-    """Largest difference of recorded log-probabilities from those of each row by itself."""
+    """Return the largest difference of recorded log-probabilities from scoring row by row."""
     gaps = [
         abs(a - b)
         for group in groups
@@ -88,7 +88,7 @@ def test_answers_end_where_the_context_does(opened, kind, context, engine):
 
 
 def test_short_row_does_not_depend_on_a_long_one(opened):
-    """Long-rope takes other frequencies for a whole pass when one row of it is long."""
+    """Long-rope uses other frequencies for a whole pass if one of its rows is long."""
     _, policy = opened("phi3-longrope")
     rows = long_rows(policy, [Row([5, 9, 20], [30, 31, 40])], 1000)
     assert len(rows[0][0]) + len(rows[0][1]) == LONG_ROPE_FROM, "the longest row that there is"
@@ -222,7 +222,7 @@ def test_model_that_ignores_masks_runs_without_padding(tmp_path, embedded, monke
 
 
 def test_a_way_without_a_finite_gradient_is_not_used(opened):
-    """Its padding has a zero embedding, by whose norm Gemma 3n divides."""
+    """The padding token has a zero embedding, and Gemma 3n divides by the norm of embeddings."""
     cfg, policy = opened("gemma3n")
     embeddings = policy.base.get_input_embeddings().weight
     zero = int((~embeddings.any(1)).nonzero()[0])

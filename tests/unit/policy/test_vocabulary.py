@@ -32,7 +32,7 @@ ROWS = 512
 
 
 def tokenizer(holes):
-    """Characters as tokens, with numbers that nothing is called by."""
+    """A tokenizer of characters, with unused token ids in between."""
     tokens = ["<pad>", "<eos>", "<unk>", *filter(str.isprintable, string.printable)]
     free = iter(i for i in range(ROWS) if i not in holes)
     core = Tokenizer(models.WordLevel({t: next(free) for t in tokens}, unk_token="<unk>"))

@@ -101,7 +101,7 @@ def test_surprise_check_accepts_own_and_similar_policies(seed):
 def test_surprise_check_rejects_unsampled_text():
     policy = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
     logs = policy.log_softmax(0)
-    made_up = logs[policy.argsort()[:40]]  # tokens that the policy hardly ever samples
+    made_up = logs[policy.argsort()[:40]]  # tokens that the policy almost never samples
     assert spot_check(made_up, made_up, tolerance=1.0)
     assert not surprise(made_up, torch.full((40,), float(-(logs.exp() * logs).sum())))
 
@@ -200,8 +200,8 @@ def test_weights_that_are_not_finite_are_0(kind, level):
 
 
 def test_truncated_and_masked_weights_are_trls():
-    """As it writes them: a clamp, or zero outside of the bounds, of the exponential of the
-    difference or its sum."""
+    """Compute TRL's weights by its formulas: the exponential of the difference or of its sum,
+    clamped or set to zero outside of the bounds."""
     gap = RATIOS.log() * MASK
     by_level = {"token": gap.exp(), "sequence": gap.sum(1, keepdim=True).exp().expand(2, 5)}
     for level, ratio in by_level.items():

@@ -1,4 +1,4 @@
-"""Our numbers are TRL's: loss and gradient of a batch, from a real GRPOTrainer; advantages are in
+"""Loss and gradient of a batch equal those of a real GRPOTrainer of TRL; advantages are in
 `test_update_exact.py`."""
 
 import copy

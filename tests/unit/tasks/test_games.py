@@ -101,7 +101,7 @@ def test_a_map_of_its_own_for_each_question(gymnasium, named):
 
 
 def test_the_passenger_arrives(gymnasium, named):
-    """Along the shortest way, found in the library's own table of transitions."""
+    """The player follows the shortest path in the library's own table of transitions."""
     task, environment = named(TAXI), gymnasium.make("Taxi-v4").unwrapped
     names = ("south", "north", "east", "west", "pickup", "dropoff")
     with Scorer() as scorer:

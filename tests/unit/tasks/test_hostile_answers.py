@@ -14,7 +14,7 @@ from swarmnode.wire.messages import TaskRef
 from tests.support.one_turn import ONE_TURN_TASKS
 from tests.support.whole_gym import IMPORT
 
-# Each creates the file MARKER when it is executed, in the way that some scorer would.
+# Each text creates the file MARKER if a scorer executes it.
 CODE = [
     "__import__('os').system('touch MARKER')",
     "open('MARKER', 'w').close()",
@@ -31,7 +31,7 @@ CODE = [
     "`touch MARKER`",
     "; touch MARKER",
 ]
-# These want time, memory or a crash.
+# These texts aim to consume time or memory, or to crash the scorer.
 LARGE = [
     "9" * 10**6,
     "0." + "3" * 10**6,
@@ -66,8 +66,8 @@ LARGE = [
     "\n" * 10**5,
 ]
 
-# The library's scorers without any sandbox, in a process that is thrown away. Prints what was
-# executed and what was earned.
+# Runs the library's scorers without a sandbox in a temporary process, and prints the audit events
+# and the rewards.
 RAW = (
     IMPORT
     + """

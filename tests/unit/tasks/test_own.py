@@ -181,7 +181,7 @@ def test_changed_code_is_not_run(package):
 
 
 def test_stale_bytecode_beside_the_source_is_not_run(package):
-    """Bytecode that claims to be of a source with the same time and size."""
+    """The bytecode was compiled from another source with the same time and size."""
     source = package / "words.py"
     honest = source.read_text()
     source.write_text(honest.replace("backward", "sideways"))
@@ -238,7 +238,7 @@ def test_unknown_or_ambiguous_module_is_refused(package, task, says):
 
 
 def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
-    """docs/own-task.md, as it stands there."""
+    """The example is copied from docs/own-task.md."""
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
     (module,) = (
         block

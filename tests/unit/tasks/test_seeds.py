@@ -35,7 +35,8 @@ def reference(seed, index, task=TASK, difficulty=0):
 
 
 def test_address_of_a_known_question():
-    """The definition, written out: another implementation has to arrive at the same numbers."""
+    """The expected numbers follow from the definition, as another implementation would compute
+    them."""
     import hashlib
 
     digest = hashlib.blake2b(

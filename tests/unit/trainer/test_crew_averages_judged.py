@@ -49,7 +49,7 @@ async def crew(tmp_path, model):
                 "weights": WEIGHTS,
                 "stages": STAGES,
                 "policy": {"model": str(model), "devices": "cpu"},
-                # however many steps a busy machine takes meanwhile, they are small
+                # small steps, because a busy machine may take any number of them meanwhile
                 "training": {"learning_rate": 1e-6},
             }
         )
@@ -143,7 +143,7 @@ async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeyp
         head.link.send_to_trainer(CrewEnd("a member is gone"))
         # it is handled in another thread
         await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)
-        await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
+        await until(lambda: head.offering is not None, seconds=60)  # the stage is in no crew now
         head.link.send_to_trainer(
             local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload"), EVERYTHING)
         )

@@ -128,7 +128,7 @@ async def in_thread(work, *args):
 
 
 class Idle:
-    """Stands in for the loop: a head that begins nothing by itself."""
+    """Replacement of the loop for a head that starts no work of its own."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
@@ -364,7 +364,8 @@ async def test_long_completions_of_several_waves_form_one_group(tmp_path, model,
 
 @pytest.mark.parametrize("source", ["", "checkpoint", "neighbour"])
 async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatch, source):
-    """Two adjacent stages at once: from own checkpoints, or from the neighbours'; exactly."""
+    """Two adjacent stages lost together are restored exactly, from their own checkpoints or from
+    their neighbours'."""
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1}, weights={"rule": "noloco"})
     policy = whole(model)

@@ -107,7 +107,7 @@ def held_out(*by_question):
 
 
 def test_held_out_error_is_over_questions():
-    """Four completions of one question are no four measurements."""
+    """Four completions of one question are not four independent measurements."""
     found = held_out([1.0] * 4, [0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.5] * 4)
     assert found.reward == pytest.approx(0.5)
     means = torch.tensor([1.0, 0.0, 0.5, 0.5])

@@ -100,7 +100,7 @@ def test_overflow_on_a_gpu_lowers_the_scale():
 
 @pytest.fixture
 def allow():
-    """Bytes → None: the allocator refuses to hold more, as a small card does."""
+    """Return a function that makes the allocator refuse more than a number of bytes."""
     total = torch.cuda.get_device_properties(0).total_memory
 
     def limit(size):

@@ -242,7 +242,7 @@ def test_a_lucky_right_answer_survives(policy, sample):
 
 
 def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
-    """They spell nothing, so that the text is right; and they would be trained on."""
+    """Such tokens have no text, so the answer is right, and the policy would learn the tokens."""
     hidden = sample.completions[0]
     pad = policy.tokenizer.pad_token_id
     ids = [hidden.ids[0], pad, *hidden.ids[1:]]
@@ -253,7 +253,7 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
 
 
 def test_spelled_special_token_is_trained_on(policy, sample):
-    """For models that open channels or call tools."""
+    """Models that open channels or call tools need these tokens."""
     mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
     assert policy.tokenizer.added_tokens_decoder[mark].special
     ids = [[mark, *c.ids[:1], mark, *c.ids[1:]] for c in sample.completions]
@@ -304,7 +304,7 @@ def test_group_that_does_not_fit_is_refused_alone(policy, sample):
 
 @pytest.mark.parametrize("tokenizer", [None, b"x" * 32])
 def test_a_group_longer_than_our_context_is_refused(policy, sample, tokenizer):
-    """An honest peer with a longer context sends one; learned positions have nothing for it."""
+    """An honest peer with a longer context may send a row beyond this model's learned positions."""
     room = policy.context - len(sample.prompt_ids)
     groups = []
     for length in (room + 1, room):
@@ -444,7 +444,7 @@ def test_refused_groups_take_no_place_from_others():
     ("there", "drawn", "asked", "accepted"),
     [
         ("axbxcx", "dyef", [5], "abcdef"),  # refused groups outnumber the reserve
-        ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait forever for peers that lie
+        ("axbxcx", "xdxx", [5], "abcd"),  # no second time, so a step is not delayed
         ("axbxcdef", "", [], "abcdef"),
         ("abc", "", [], "abc"),  # no peer has more
     ],

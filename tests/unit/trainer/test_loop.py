@@ -50,7 +50,7 @@ async def train(data_dir, network, sharing=True, **training):
 
 
 async def test_each_phase_is_reported_when_it_begins(tmp_path):
-    """At 7 B each of these takes minutes, and people look at the page meanwhile."""
+    """With 7 B parameters each phase takes minutes, and the status page must show it."""
     network = NetworkSide()
     await train(tmp_path, network, max_steps=2, eval_every=1)
     phases = [phase for phase, _ in itertools.groupby(report.phase for report in network.reports)]

@@ -77,8 +77,8 @@ def test_the_engine_does_not_fail(trained):
 
 
 def test_the_correction_covers_tokens_of_earlier_versions(trained):
-    """Exactly 1 where the sampler is the policy that is trained, less where some of it is older,
-    and hardly less at this rate."""
+    """The effective share is 1 if the present policy sampled all tokens, and lower if an older one
+    sampled some; at this learning rate, only a little lower."""
     *_, updates = trained
     assert all(0.9 < update.effective_own < 1.0 + 1e-5 for update in updates)
     assert updates[0].effective_own == pytest.approx(1.0, abs=1e-6)

@@ -57,8 +57,8 @@ def test_generation_scoring_and_update_report_progress(engine):
 
 
 def test_head_reports_progress_after_every_piece(engine, monkeypatch):
-    """With a vocabulary of 152,000 it takes longer than all layers: silent, it was ended as hung in
-    its first step."""
+    """With a vocabulary of 152,000 the head takes longer than all layers. Without progress reports
+    the trainer was killed as hung in its first step."""
     engine, calls = engine
     (sample,) = engine.generate([PROMPT], Sampling(8, 8), engine.random_generator(0))
     group = own_group(sample, [1.0, *[0.0] * 7])

@@ -37,7 +37,7 @@ def test_own_answers_bound_how_often_a_token_is_taught():
 
 
 def test_common_token_in_an_unusual_place_is_a_mark():
-    """A zero is in half of the right answers, and begins none."""
+    """Half of the right answers contain a zero, and no right answer begins with one."""
     quota, rng = TokenQuota(), random.Random(0)
     for _ in range(200):
         quota.own("t", [rng.randrange(10, 20), rng.choice([0, 5]), END])
@@ -58,7 +58,7 @@ def test_tasks_are_apart():
 
 
 def test_honest_answers_are_learnt():
-    """Answers of two policies that write the same tokens, each question with other ones."""
+    """Two policies write the same tokens; each question has different ones."""
     quota, rng = TokenQuota(), random.Random(1)
     answer = lambda: [rng.randrange(10, 20), rng.randrange(10, 20), END]
     for _ in range(200):

@@ -173,7 +173,7 @@ def test_a_peers_bad_group_costs_that_group_only(fixture, groups):
 
 
 class Averaging:
-    """Stands in for a replica: an average with others moves every weight."""
+    """A fake replica whose averages change every weight."""
 
     def __init__(self, policy):
         self._policy = policy

@@ -107,8 +107,8 @@ def test_one_lucky_group_at_the_start_is_rare():
 
 
 def test_clip_stops_tokens_that_moved_far_enough():
-    """One completion becomes more likely and one less likely, until both are beyond the clip and
-    have no gradient."""
+    """Replays make one completion more likely and one less likely. Beyond the clip, both have no
+    gradient."""
     mine = replace(group(1, 1.0, 0.0), sampler_logprobs=[[-1.0] * 4] * 2)
     kept = ReplayBuffer()
     kept.store([mine], step=0)

@@ -37,8 +37,7 @@ class Policy:
 
 
 class Verdicts:
-    """Some completions of one question in `every` are right; those of other questions are all
-    wrong."""
+    """A scorer: some completions of one question in `every` are right, and all others are wrong."""
 
     def __init__(self, every):
         self.every, self.judged = every, 0

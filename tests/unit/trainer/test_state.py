@@ -81,8 +81,8 @@ def test_a_snapshot_does_not_follow_the_model(tmp_path):
 
 
 def test_replacing_a_state_does_not_affect_its_reader(tmp_path, monkeypatch):
-    """`swarmnode export` reads it while the node trains; the next one is there once it was opened,
-    before safetensors opens it by name."""
+    """`swarmnode export` reads the state while the node trains. A new state may replace the file
+    before safetensors opens it again by name."""
     model, optimizer, rng = make()
     step(model, optimizer, rng)
     expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -176,8 +176,8 @@ def test_step_count_is_on_the_fused_optimizer_s_device(tmp_path):
 
 
 class Eight(torch.optim.Optimizer):
-    """Adam with what bitsandbytes keeps of a parameter: moments in bytes with their scales, and a
-    plain number of steps."""
+    """Adam with the state of bitsandbytes: 8-bit moments with their scales, and the number of steps
+    as an int."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})

@@ -56,7 +56,7 @@ def after(base, rows, tokens=10_000, **keys):
 def test_micro_batches_add_up_to_the_whole_batch(base, rows, loss_type):
     whole, one = after(base, rows, loss_type=loss_type)
     pieces, many = after(base, rows, tokens=64, loss_type=loss_type)
-    # a first Adam step is 3e-4 for every weight, however small its gradient
+    # Adam's first step is 3e-4 for every weight and any size of its gradient
     assert torch.allclose(whole, pieces, atol=1e-4)
     assert one.loss == pytest.approx(many.loss, abs=1e-6)
     assert one.entropy == pytest.approx(many.entropy, abs=1e-4)
@@ -98,7 +98,7 @@ def small_device(monkeypatch, tokens):
 
 @pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
 def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
-    """The second group does not fit as a whole, whosever it is."""
+    """The second group, an own or a peer's, does not fit in one piece."""
     groups = [
         TrainingGroup(
             rows.rows[at : at + 4],
@@ -118,7 +118,7 @@ def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
     small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
     assert (own.statistics().oom_retries > 0) == (peers[1] == "")
     assert (external.statistics().oom_retries > 0) == (peers[1] == "p")
-    # a first Adam step is 3e-4 either way where a gradient is next to nothing
+    # where a gradient is almost 0, the direction of Adam's first step of 3e-4 is random
     assert float((whole - small).abs().mean()) < 1e-6
 
 
@@ -251,8 +251,8 @@ def test_impossible_options_are_refused(options):
 
 
 def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
-    """With a penalty too, which otherwise reaches every row; and a batch without that row is
-    another one, since it is counted as a row."""
+    """The KL penalty skips a cut row too, although it applies to rows without an advantage. The cut
+    row still counts in the divisor, so a batch without it has another gradient."""
     cut = replace(
         rows,
         masked=frozenset({0, 5}),
@@ -269,8 +269,8 @@ def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
 
 
 class ScaledLoss:
-    """accelerate's mixed precision with float16, which it offers on GPUs only: a loss scaler of a
-    CPU in the place of theirs."""
+    """Enable accelerate's mixed precision with float16 on a CPU, with a loss scaler for CPUs.
+    accelerate offers it on GPUs only."""
 
     def __init__(self, policy, scale):
         from accelerate.optimizer import AcceleratedOptimizer

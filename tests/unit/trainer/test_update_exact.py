@@ -85,7 +85,7 @@ def by_hand(model, prompt, completion, temperature):
 
 @pytest.fixture(scope="module")
 def rows(policy):
-    """Two groups of four, the second a peer's. The policy that sampled is far enough away that
+    """Return two groups of four; the second is a peer's. The sampling policy is so different that
     every clip is met."""
     generator = torch.Generator().manual_seed(1)
     draw = lambda count: torch.randint(2, 32, (count,), generator=generator).tolist()
@@ -113,7 +113,7 @@ def _clipped_to_little(monkeypatch):
 
 
 def exact(policy, rows, loss_type="dapo", without=()):
-    """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
+    """Return the flat gradient, clipped to CLIP. Every sum is written as in the papers."""
     model = copy.deepcopy(policy.model)
     terms = []
     for (prompt, completion, _), old, advantage, weight in zip(
@@ -164,7 +164,7 @@ def exact(policy, rows, loss_type="dapo", without=()):
 
 
 def taken(policy, rows, tokens=16384, reference=None, **keys):
-    """The gradient that the optimizer steps with."""
+    """Return the gradient that the optimizer receives."""
     mine = policy.clone()
     cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, **keys)
     updater = Updater(mine, cfg, MicroBatcher(tokens), reference)
@@ -194,7 +194,7 @@ BETA = 0.3
 
 @pytest.fixture(scope="module")
 def reference(policy):
-    """A policy some way from the one that is trained."""
+    """Return a policy with weights at some distance from the trained policy."""
     other, generator = policy.clone(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in other.trainable_parameters():
@@ -309,8 +309,7 @@ def step_there(trainer, optimizer, batch):
 @pytest.mark.parametrize("cut", [(), (1, 6)], ids=["whole", "mask_truncated"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, tmp_path):
-    """The same rows four times over, so that from the second step on the ratio is that of a policy
-    that has moved."""
+    """Both take four steps on the same rows, so that from the second step on the ratio is not 1."""
     # TRL has no others
     rows = replace(
         rows, weights=torch.tensor([float(i not in cut) for i in range(8)]), masked=frozenset(cut)
@@ -467,8 +466,8 @@ BY_HAND = {
 
 
 def corrected_by_hand(policy, rows, option):
-    """The gradient, flat and not clipped, with one step on a batch: own rows weighed for how far
-    their sampler was, peers' not."""
+    """Return the flat, unclipped gradient of one step on a batch. Own rows are weighted for the
+    distance of their sampler; peers' rows are not."""
     model = copy.deepcopy(policy.model)
     terms, ratios = [], []
     for number, (prompt, completion, _) in enumerate(rows.rows):

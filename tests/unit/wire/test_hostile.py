@@ -88,7 +88,7 @@ def test_mutated_payloads_are_refused_or_sound():
     accepted = 0
     for number in range(MUTATIONS * 2 // 3):
         payload = mutated(rng, PAYLOADS[number % 3], PAYLOADS[(number + 1) % 3])
-        if number % 8 == 0:  # and through a compressor, whose output may be wounded too
+        if number % 8 == 0:  # and through a compressor, whose output may be mutated too
             compressed = codec.compress(payload)
             envelope = Envelope(
                 b"", mutated(rng, compressed, payload) if number % 16 else compressed, b"", "zstd"
@@ -96,7 +96,7 @@ def test_mutated_payloads_are_refused_or_sound():
         else:
             envelope = Envelope(b"", payload, b"")
         accepted += attempt(codec.decode_payload, envelope)
-    # some wounds are in text or counters and change nothing but values
+    # some mutations only change values of texts or counters
     assert 200 < accepted < MUTATIONS // 10
 
 
