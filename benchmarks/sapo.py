@@ -207,7 +207,8 @@ def against_alone(runs: Runs, name: str) -> str:
 
 
 def adaptive_verdict(runs: Runs) -> list[str]:
-    """Compare each adaptive arm with the best fixed split of each seed, by both accountings."""
+    """Compare each adaptive arm with the best fixed split of each seed, at equal steps and at equal
+    generated tokens."""
     fixed = [row for name in FIXED for row in runs.get(name, ())]
     lines = []
     for name in (name for name in ADAPTIVE if name in runs and fixed):

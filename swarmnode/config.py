@@ -39,7 +39,7 @@ LARGEST = 2**63 - 1
 YEAR_SECONDS = 366 * 86_400
 """Longest duration of a setting, because timers overflow."""
 NAME_BYTES = 64
-"""Most UTF-8 bytes of the name of a node or a swarm."""
+"""Maximum UTF-8 bytes of the name of a node or a swarm."""
 TOKENS = 16 * 1024
 """Maximum number of tokens of a shared completion, as in `wire.limits`."""
 TEMPERATURE = 100.0
@@ -350,8 +350,8 @@ class TaskConfig(Section):
     [own-task.md](own-task.md)."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
     """Arguments of a task by its name. For your own task: arguments of its function, and `turns`,
-    the most actions of an episode, 1 to 32. For a built-in task: numbers of its generator (in a
-    list, one per difficulty), and `extract`, the place of the answer."""
+    the maximum number of actions per episode, 1 to 32. For a built-in task: numbers of its
+    generator (in a list, one per difficulty), and `extract`, the place of the answer."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
     them in `names` too. [own-task.md](own-task.md) describes the keys."""

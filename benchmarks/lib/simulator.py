@@ -70,7 +70,7 @@ class Sharing:
     quota: bool = True
     """Limit how often a token of peers' answers is learned by how often own answers have it."""
     needed_only: bool = True
-    """Do not learn the tokens at both ends of an answer that its reward does not need."""
+    """Exclude tokens at either end of an answer that its reward does not need."""
     by_connection: bool = True
     """Count a source's share by the connection its groups come by; False counts by author."""
     useful_only: bool = True

@@ -21,11 +21,11 @@ from swarmnode.observe.logfile import log_file
 TEXT = 4000
 """Maximum number of stored characters of a prompt or completion."""
 PAGE_TEXT = 1200
-"""Most characters of one on the page."""
+"""Maximum number of characters of a prompt or completion on the page."""
 TURN_TEXT = 500
 """Maximum number of stored characters of an action or observation."""
 PAGE_TURN_TEXT = 160
-"""Most characters of one on the page."""
+"""Maximum number of characters of an action or observation on the page."""
 PAGE_TURNS = 12
 """Maximum number of turns of an episode on the page: the first and the last ones."""
 PAGE_GROUPS = 9

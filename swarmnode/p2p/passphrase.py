@@ -1,8 +1,8 @@
 """A node's key as PEM, and its optional passphrase from the environment, a file or the terminal.
 
 A passphrase never appears on a command line, in the configuration, in a log or in a file of this
-node. A typed passphrase is passed in the environment to the child processes that need it; whoever
-can read their environment can read the key file as well. This module does not load libp2p.
+node. A typed passphrase is passed in the environment to the child processes that need it. A user
+who can read their environment can read the key file as well. This module does not load libp2p.
 """
 
 from __future__ import annotations

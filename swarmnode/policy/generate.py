@@ -138,7 +138,7 @@ def _generate(
             uniform = uniforms(rows, generator).to(policy.device)[under_way]
             token, logprob = draw(logits, sampling.temperature, sampling.top_p, uniform)
             drawn[under_way, step], chances[under_way, step] = token, logprob
-            may_stop = lengths[under_way] > step  # false for a row that has ended
+            may_stop = lengths[under_way] > step  # False for a row that has ended
             ended = under_way[(token[:, None] == ends).any(1) & may_stop]
             lengths[ended], stopped[ended] = step + 1, True
             unfinished = lengths[under_way] > step + 1

@@ -373,7 +373,7 @@ def _render(
 ) -> str:
     """Render the conversation with the model's chat template, up to the start of an answer."""
     system = [{"role": "system", "content": chat.system}] if chat.system else []
-    arguments = dict[str, Any](chat.arguments)  # none of the method's own: `Chat.of`
+    arguments = dict[str, Any](chat.arguments)  # no parameter of the method, see `Chat.of`
     if tools:
         arguments["tools"] = list(tools)
     return str(

@@ -74,9 +74,9 @@ class Source:
 
     url: str
     observation: str
-    """Field of an observation with the question."""
+    """Name of the observation's field that holds the question."""
     action: str
-    """Field of an action for the answer."""
+    """Name of the action's field that receives the answer."""
     template: str
     content: str
     """32 hex digits: hash of the questions of the first seeds. Servers with equal questions are the

@@ -542,7 +542,7 @@ class WholePolicy:
             (memory.training, counters.micro_batch_tokens),
             (memory.generation, counters.generation_tokens),
         ):
-            if reduced:  # it ran out of memory before
+            if reduced:  # memory ran out in an earlier process
                 batcher.tokens = min(batcher.tokens, reduced)
         self._updater.restore_loss_scale(counters.loss_scale)
         return counters

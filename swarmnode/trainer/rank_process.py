@@ -92,7 +92,7 @@ def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
         with contextlib.suppress(OSError):
             connection.send_bytes(encoded(Failed("device", str(error))))
             connection.close()
-    os._exit(0)  # nothing is to be kept, and taking torch apart takes a second
+    os._exit(0)  # no state to save, and torch's own cleanup takes a second
 
 
 class OtherRank:

@@ -305,7 +305,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
             continue
         if not tensor.numel():
             continue
-        low, high = torch.aminmax(tensor)  # both are NaN if any number is; makes no copy
+        low, high = torch.aminmax(tensor)  # both are NaN if any number is NaN; this makes no copy
         if not (math.isfinite(low) and math.isfinite(high)):
             raise StateError(f"{name} is not finite")
         if low < 0 and name.startswith(("second.", "steps.")):

@@ -52,7 +52,7 @@ SUMMARY_NAME_BYTES = 64
 SUMMARY_SECONDS = 30.0
 """Minimum interval between two summaries of one node."""
 SUMMARY_AGE_SECONDS = 300.0
-"""An older summary is neither displayed nor forwarded."""
+"""Age in seconds above which a summary is neither displayed nor forwarded."""
 BULK_CHUNK_BYTES = 1024 * 1024
 """Maximum size of a chunk."""
 BULK_MIN_CHUNK_BYTES = 4 * 1024
@@ -150,6 +150,6 @@ LOGPROB_SLACK = 1e-3
 """A packed log-probability may exceed 0 by this much, because of f32 soft-max rounding."""
 
 CLOCK_SKEW_SECONDS = 120.0
-"""A group whose creation time is further in the future is rejected."""
+"""Maximum time in seconds by which a group's creation time may be in the future."""
 GROUP_AGE_SECONDS = 3600.0
-"""An older group is stale."""
+"""Age in seconds above which a group is stale."""

@@ -1,5 +1,5 @@
-"""All requests together, one token of each at every step, until the longest has ended: best where
-answers are short or of one length."""
+"""Samples all requests together, one token of each per step, until the longest has ended. This is
+the best engine if answers are short or of one length."""
 
 from __future__ import annotations
 

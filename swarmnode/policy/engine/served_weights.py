@@ -118,7 +118,7 @@ class ServedWeights:
     def _load(self, target: Path) -> None:
         try:
             write_weights(self._policy, target)
-        except Exception as error:  # of safetensors, too  # noqa: BLE001
+        except Exception as error:  # also any error of safetensors  # noqa: BLE001
             why = f"cannot write weights to {self._directory}: {reason(error)}"
             raise ServerFailed("disk", why) from None
         self._server.load(target, f"{self._run}.{self._number}")

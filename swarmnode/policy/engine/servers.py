@@ -245,7 +245,7 @@ class Vllm:
             "temperature": question.temperature,
             # set explicitly, since a model's generation_config.json may have other defaults
             **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # no alternatives to the sampled token
             "stop_token_ids": list(question.end_ids),
             **{"skip_special_tokens": False, "detokenize": False},
         }
@@ -258,7 +258,7 @@ class Vllm:
             {
                 "model": self._model,
                 "token_ids": list(question.prompt_ids),
-                "cache_salt": self._version,  # no keys and values of former weights
+                "cache_salt": self._version,  # reuse no keys and values of former weights
                 "sampling_params": params,
             },
             answer=VllmChoices,
@@ -463,7 +463,7 @@ class Sglang:
             body = {"lora_name": version, "lora_path": str(directory)}
             self._done("/load_lora_adapter", body)
             self._loaded.append(version)
-            while len(self._loaded) > KEPT_ADAPTERS:  # unloading waits for what samples with it
+            while len(self._loaded) > KEPT_ADAPTERS:  # the server waits for active requests
                 self._done("/unload_lora_adapter", {"lora_name": self._loaded.pop(0)})
             return
         # active requests return to the queue and are prefilled again with the new weights

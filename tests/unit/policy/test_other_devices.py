@@ -107,9 +107,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def cards():
-    """Two cards that are not there, whose tensors have no values; operations refuse to mix them.
+    """Yield two simulated cards whose tensors have no values. Operations refuse to mix them.
 
-    Of torch's devices only this one can be sliced by a build without its runtime.
+    This is the only device type whose tensors a torch build without its runtime can slice.
     """
     with FakeTensorMode(), Indices():
         yield torch.device("lazy:0"), torch.device("lazy:1")

@@ -1,6 +1,4 @@
-"""Environments by URL: a real server process as OpenEnv has them, and everything that one can do
-wrong.
-"""
+"""Environments by URL: a real server process with OpenEnv's protocol, and faults of a server."""
 
 import contextlib
 import ipaddress

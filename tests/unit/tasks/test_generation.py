@@ -46,8 +46,8 @@ GOLDEN = {
     "rg/string_synthesis": "3cd6296838b8767c",
 }
 
-# The library as its users call it, in a process of its own: a new dataset for every question, and
-# the answer with its full marks.
+# Calls the library in a separate process as its users do: a new dataset for every question, and an
+# answer with full reward.
 REFERENCE = (
     IMPORT
     + """

@@ -1,5 +1,5 @@
-"""Text that wants to be code. The refused scorers run it, the allowed ones do not, and the child
-would not let them.
+"""Answers that contain code. The refused scorers execute them, the allowed scorers do not, and the
+sandbox of the child would prevent it.
 """
 
 import json

@@ -18,8 +18,8 @@ from tests.support.whole_gym import IMPORT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
 
-# Stands in for a scorer that has been taken over: takes down some layers first, to show that the
-# others hold, then tries everything.
+# A compromised scorer. It first disables some layers, to show that the other layers suffice, and
+# then tries every attack.
 INTRUDER = """
 import ctypes, json, os, resource, socket, subprocess, sys
 from swarmnode.tasks import child, sandbox
