@@ -95,7 +95,7 @@ def plain_tokenizer_dir(tmp_path, model_dir):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """No test reaches the Hub, wherever it runs."""
+    """Keep tests from reaching the Hub on any machine."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return load

@@ -67,8 +67,8 @@ def test_operands_never_become_part_of_a_phrase():
 
 
 def test_start_profile(embedded):
-    """Through the scorer that training uses, at temperature 1: rarely accepted, but mostly right in
-    some format."""
+    """Sampled at temperature 1 and judged by training's scorer, few answers are accepted, but most
+    are right in another format."""
     refs = [
         TaskRef(t, task_version(t), evaluation_seed(t, 3), i) for t in SETTINGS for i in range(24)
     ]

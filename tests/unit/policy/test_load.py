@@ -24,7 +24,7 @@ ROWS = [([5, 9, 20], [30, 31, 1])]
 
 @pytest.fixture
 def llama(tmp_path, model_dir):
-    """A private copy that a test may damage."""
+    """Return a copy that the test may damage."""
     return shutil.copytree(model_dir("llama"), tmp_path / "llama")
 
 
@@ -311,7 +311,7 @@ def test_adapter_parameters_are_counted_without_weights(model_dir, kind):
 
 
 def huge(llama):
-    """70 billion parameters, by name only."""
+    """The configuration of a model with 70 billion parameters, without its weights."""
     edit_config(
         llama,
         hidden_size=8192,

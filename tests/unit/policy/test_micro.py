@@ -66,7 +66,7 @@ def test_other_errors_are_not_out_of_memory(error):
 
 
 def limited(limit, rows, seen=None):
-    """A device on which more than `limit` padded tokens do not fit."""
+    """Simulate a device with room for at most `limit` padded tokens."""
 
     def work(indices):
         padded = len(indices) * max(rows[i] for i in indices)

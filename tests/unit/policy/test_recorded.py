@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 class Graph:
-    """Replays a step, if keys and values still lie where they were."""
+    """A fake recording: it runs the step again and checks that keys and values have not moved."""
 
     def __init__(self, step, layers):
         self._step, self._layers = step, layers
@@ -76,7 +76,7 @@ def graphs(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("tokens", [300, 16384])
 def test_recorded_steps_sample_what_single_steps_sample(policies, kind, tokens, graphs):
-    """With room for two rows others wait, and with room for all, rows end at different times."""
+    """If two rows fit, other rows wait. If all fit, rows end at different times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded, "recordable", lambda policy: False)
         expected = answers(policies[kind], tokens)

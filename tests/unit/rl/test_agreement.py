@@ -43,7 +43,7 @@ def test_uses_the_last_tensors_that_fit():
     probe = AgreementProbe([first, last], limit=50)
     (first.sum() + last.sum()).backward()
     probe.mark()
-    (first.sum() - last.sum()).backward()  # only `first` agrees, and is too large to look at
+    (first.sum() - last.sum()).backward()  # only `first` agrees, and it is too large for the probe
     assert probe.read() == pytest.approx(-1.0, abs=1e-5)
 
 

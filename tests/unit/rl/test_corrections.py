@@ -75,8 +75,8 @@ def test_spot_check_refuses_what_cannot_be_compared(sender):
 
 
 def sampled(policy, reader, count=40, seed=0):
-    """`count` tokens drawn from `policy` (V,), and what `reader` (V,) makes of them:
-    log-probabilities and entropies."""
+    """Draw `count` tokens from `policy` (V,). Return their log-probabilities and entropies under
+    `reader` (V,)."""
     drawn = torch.multinomial(
         policy.softmax(0), count, replacement=True, generator=torch.Generator().manual_seed(seed)
     )

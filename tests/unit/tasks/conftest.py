@@ -11,7 +11,7 @@ from tests.support.tasksets import IS_REAL, STAND_IN
 
 @pytest.fixture
 def tasks_as_before():
-    """The list of tasks is afterwards as it was."""
+    """Restore the list of tasks after each test."""
     before = dict(registry.TASKS)
     yield
     registry._TASKS.clear()

@@ -115,7 +115,7 @@ GUESS, ECHO = "games_of_mine:guess", "games_of_mine:echo"
 
 @pytest.fixture
 def games(tmp_path, monkeypatch):
-    """The module above on the path; the list of tasks as it was afterwards."""
+    """Put the module above on the path. Restore the list of tasks afterwards."""
     (tmp_path / "games_of_mine.py").write_text(GAMES)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = dict(registry.TASKS)
@@ -417,8 +417,8 @@ def test_a_function_with_a_parameter_turns_is_given_it(games):
 
 
 def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
-    """docs/own-task.md, as it stands there: the guessing game with its configuration, and the
-    environments of rows and tools."""
+    """The examples are copied from docs/own-task.md: the guessing game with its configuration, and
+    the environments of rows and tools."""
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (configuration,) = re.findall(r"```toml\n# guess.toml\n(.*?)```", text, re.DOTALL)

@@ -25,7 +25,7 @@ SEED = 4 << 20
 
 @pytest.fixture
 def named(tasks_as_before):
-    """Names games, as `task.names` and `task.settings` do."""
+    """Return a function that installs a game, like `task.names` and `task.settings`."""
 
     def install(task, **settings):
         registry.install([], {task: settings} if settings else {}, [task])

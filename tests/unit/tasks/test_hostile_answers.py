@@ -155,7 +155,7 @@ def test_hostile_answers_cost_nothing_but_their_reward(scorer, task, tmp_path):
     assert all(0.0 <= reward <= 1.0 for reward in scored.rewards)
     assert not any(scored.rewards[: len(CODE)])
     assert list(tmp_path.iterdir()) == []
-    assert scorer.statistics().pid == pid  # the same child: nothing crashed, nothing overran
+    assert scorer.statistics().pid == pid  # the same child: no crash, no limit exceeded
     assert scorer.statistics().failures == 0
 
 

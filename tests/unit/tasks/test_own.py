@@ -69,8 +69,8 @@ NAME = "letters_of_mine.words:reverse"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package with a task in it, on the path of this process and of no other; the list of tasks
-    as it was afterwards."""
+    """Yield a package with a task, on the path of this process only. Restore the list of tasks
+    afterwards."""
     folder = tmp_path / "site" / "letters_of_mine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")

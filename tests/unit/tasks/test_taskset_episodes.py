@@ -85,7 +85,7 @@ FIRST_TURN = "segment = await interaction.turn()"
 
 @pytest.fixture
 def written(site):
-    """Writes the environment, with changes."""
+    """Return a function that writes the environment with some changes."""
 
     def write(*changes):
         text = GUESS
@@ -116,7 +116,7 @@ def played(tmp_path, *histories, **settings):
 
 
 GUESSES = [[str(number)] * 4 for number in range(1, 10)]
-"""One of them is right with its first action."""
+"""Histories of all guesses; one of them is right."""
 
 
 def test_taskset_environment_is_scored_at_its_end(tmp_path, written):

@@ -57,7 +57,7 @@ __all__ = ["Sums"]
 
 @pytest.fixture
 def written(site):
-    """Writes the taskset, with changes."""
+    """Return a function that writes the taskset with some changes."""
 
     def write(was="", now=""):
         assert was in SUMS
@@ -74,7 +74,7 @@ def installed(tmp_path, **settings):
 
 
 def asked(spec, *answers):
-    """The first question, with these answers judged as the scorer's child does."""
+    """Judge answers to the first question as the scorer child does."""
     settings = dataset.Settings.from_settings(spec.settings)
     task = dataset.DatasetTask(
         NAME, spec.rows, settings, taskset.reward_function(SOURCE, spec.source)

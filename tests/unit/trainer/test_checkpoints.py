@@ -49,7 +49,7 @@ def saved(directory):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only the test moves, as `checkpoints` sees it."""
+    """A fake clock for `checkpoints` that only the test advances."""
     now = [1000.0]
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
     return now

@@ -40,7 +40,7 @@ def only_wait(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def crew(tmp_path, model):
-    """(network, trainers, update): nothing is trained but by `update(step)`."""
+    """Yield (network, trainers, update). Training happens only in `update(step)`."""
     directories = [tmp_path / f"node{i}" for i in range(2)]
     configs = [
         Config.model_validate(
@@ -141,7 +141,7 @@ async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeyp
         head = network.nodes[0]
         head.offering = None
         head.link.send_to_trainer(CrewEnd("a member is gone"))
-        # it is handled in another thread
+        # another thread handles the message
         await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)
         await until(lambda: head.offering is not None, seconds=60)  # the stage is in no crew now
         head.link.send_to_trainer(

@@ -71,7 +71,7 @@ class One:
         self.copy = PolicyCopy(model, lambda: self.peer, 4096)
 
     def at(self, step, by=0.0):
-        """The crew is at `step` now, and its weights have moved by `by`."""
+        """Set the crew's step, and add `by` to its weights."""
         self.worker.participant.step = step
         with torch.no_grad():
             for parameter in self.worker.runtime.parameters():

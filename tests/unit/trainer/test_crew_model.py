@@ -145,8 +145,8 @@ def test_whole_policy_settings_name_the_remedy():
 
 
 def assert_it_says_that_it_goes_on(runtime):
-    """After every layer, forward and backward: a piece of work takes minutes where a real model is
-    on a CPU."""
+    """Progress is reported after every layer, forward and backward, because a piece of work takes
+    minutes with a real model on a CPU."""
     batch = collate([([5, 6], [7, 8, 9])], 0)
     x = (
         None

@@ -152,7 +152,7 @@ async def test_crew_learns_publishes_and_resumes(tmp_path, model):
         group.policy_version for group in head.published
     )
 
-    # the whole crew again: from its journals, and no question twice
+    # the whole crew restarts from its journals and repeats no question
     again = make(tmp_path, model, 3, training={"max_steps": 26})
     async with crew(tmp_path, again, [1, 2, 1]) as (network, _):
         await until(
@@ -390,7 +390,7 @@ async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatc
                 await until(lambda: network.running, seconds=40)
                 assert [n.sources for n in network.nodes] == [[], [source], [source], []]
                 for before, trainer in list(zip(outer, trainers, strict=True))[1:3]:
-                    # slow weights of the start, or, where they were lost, those of now
+                    # initial slow weights, or the present weights where the slow ones were lost
                     now = trainer._averaging.tensors()
                     assert all(torch.equal(t, now[name]) for name, t in before.items()) == (
                         source == "checkpoint"

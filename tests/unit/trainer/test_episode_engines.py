@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}<reply>{% endif %}"
     "{% endfor %}"
 )
-"""Appends, as episodes need it; the embedded policy's own does not."""
+"""A chat template that only appends, as episodes require. The embedded policy's does not."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_two_ranks_play_episodes_and_take_the_steps_of_one(model, scorer, option
 
 
 class Pool:
-    """Two ranks, of which the other is this object: it answers each request at once."""
+    """The other one of two ranks. It answers each request without delay."""
 
     count, others = 2, range(1, 2)
 

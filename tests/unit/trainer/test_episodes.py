@@ -386,7 +386,7 @@ def test_lengths_of_episodes_are_those_of_their_turns():
 
 @pytest.mark.parametrize("batch", [16384, 60])
 def test_a_turn_goes_on_from_the_tokens_before_it(policy, batch):
-    """Rows are kept between turns, or run again if the batch has room for some rows only."""
+    """The engine keeps rows between turns, or prefills them again if only some rows fit."""
     engine = continuous(policy, batch=batch)
     episodes = Episodes(engine, policy, Walk())
     ((group,), failed) = finished(episodes, engine)
@@ -596,7 +596,7 @@ def test_episode_of_another_tokenizer_is_read_as_text(policy, published):
 
 
 def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
-    """The text is the same, but an action runs on into the next."""
+    """The whole text is the same, but the end of one action is at the start of the next."""
     import msgspec
 
     _, message, observations = published

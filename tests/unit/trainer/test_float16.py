@@ -96,7 +96,7 @@ def test_the_scaled_update_is_that_of_float32(rows, policy):
     expected = Updater(plain, cfg, MicroBatcher(4096)).update(rows)
     half = load_policy(HALF)
     updater = Updater(half, cfg, MicroBatcher(4096))
-    # a first scale that is too large for these gradients is halved, and moves nothing
+    # an initial scale that is too large for these gradients is halved, and no weight changes
     results = (updater.update(rows) for _ in range(8))
     found = next(result for result in results if result.stepped)
     assert found.loss == pytest.approx(expected.loss, abs=1e-2)

@@ -109,8 +109,8 @@ async def test_restarted_trainer_repeats_no_question(tmp_path):
 
 
 def groups_of_a_peer(count):
-    """Groups that another node of the same policy would have sampled: real questions, real
-    rewards."""
+    """Return groups with real questions and rewards, as another node with the same policy would
+    sample them."""
     policy = load_policy(PolicyConfig())
     generator = policy.random_generator(7)
     out, peer, sequence = [], "12D3KooWpeer", 0

@@ -48,8 +48,8 @@ def opened(directory, lora=0):
 
 
 def steps(cfg, policy, option, external=()):
-    """Statistics of two steps on groups that are sampled by the engine `option`; `external` groups
-    are learnt from beside them."""
+    """Return the statistics of two steps on groups sampled by the engine `option`, and on the
+    groups `external`."""
     training = TrainingConfig(
         max_completion_length=TOKENS, learning_rate=1e-3, num_generations=4, options=[option]
     )

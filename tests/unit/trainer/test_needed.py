@@ -20,7 +20,7 @@ TEXT = SimpleNamespace(eos_ids={END}, decode=lambda ids: "".join(map(chr, ids)))
 
 @pytest.fixture(autouse=True)
 def tasks(monkeypatch):
-    """An ordinary task, one that is judged by vote, and one of an environment."""
+    """Install an ordinary task, a task with majority votes and an environment."""
     known = {
         "t": SimpleNamespace(generator="sum", environment=None),
         "vote": SimpleNamespace(generator=MAJORITY, environment=None),
@@ -48,7 +48,7 @@ def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
 
 
 class Verifier:
-    """Pays for a text that contains the answer, and counts the texts that it sees."""
+    """A scorer that rewards a text with the answer in it, and counts the texts."""
 
     def __init__(self, answer):
         self.answer, self.texts = answer, 0

@@ -29,8 +29,8 @@ class EverySecond:
 
 @pytest.fixture(scope="module")
 def trained():
-    """(engine, policy, experiences, updates) after some steps with few rows at a time, so that much
-    is under way at each update."""
+    """Return (engine, policy, experiences, updates) after some steps with few concurrent rows, so
+    that many requests are unfinished at each update."""
     torch.set_num_threads(1)
     training = TrainingConfig(
         num_generations=4,

@@ -127,7 +127,7 @@ def test_ranks_answer_and_score_as_one_does(fixture, groups):
     found, expected = [], []
     for ranks, out in ((True, found), (False, expected)):
         engine = fixture.engine(ranks)
-        engine.update(assemble(groups, "grpo"))  # the other ranks have to take these weights
+        engine.update(assemble(groups, "grpo"))  # the other ranks must receive these weights
         answers = engine.generate(PROMPTS, greedy, engine.random_generator(0))
         out += [(a.prompt_ids, [c.ids for c in a.completions]) for a in answers]
         out += [chosen for chosen, _ in engine.score(rows, 1.0)]

@@ -85,7 +85,7 @@ def test_a_batch_without_a_signal_moves_nothing(base, rows):
 
 
 def small_device(monkeypatch, tokens):
-    """A device on which no more padded tokens than these fit."""
+    """Simulate a device with room for at most `tokens` padded tokens."""
     real = module.completion_logprobs
 
     def limited(policy, batch, temperature):
