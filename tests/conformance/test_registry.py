@@ -270,7 +270,7 @@ def test_stage_frame_verdicts_match_the_registry():
 def test_schemas_match_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
     assert written == schemas() | weights_schemas() | stages_schemas(), (
-        "run `python -m swarmnode.{wire,weights,stages}.schema`"
+        "run `python -m protocol.generate.{schema,schema_weights,schema_stages}`"
     )
 
 
