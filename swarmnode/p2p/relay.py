@@ -139,7 +139,7 @@ class Relay:
 
     Args:
         host: the libp2p host.
-        limits: bounds of everything.
+        limits: bounds of reservations, circuits and bytes.
         addresses: returns the multiaddrs of this node without its peer id.
         is_allowed: returns False for peers that are not served.
     """

@@ -117,7 +117,7 @@ class EpisodeGroup:
     number: int
     ref: TaskRef
     tools: bool = False
-    """True if observations are the results of tools to the chat template."""
+    """True if the chat template receives observations as results of tools."""
     prompt_ids: list[int] = field(default_factory=list)
     episodes: list[UnfinishedEpisode] = field(default_factory=list)
 
