@@ -9,7 +9,7 @@ def series(of):
     return [(10.0 * i, of(i)) for i in range(60)]
 
 
-def test_leak_is_detected_in_noise_but_noise_is_not_a_leak():
+def test_leak_is_detected_in_noise_without_false_alarms():
     rng = random.Random(1)
     leak = series(lambda i: 100 + 0.2 * i + rng.gauss(0, 2))
     assert soak.grows(leak)
