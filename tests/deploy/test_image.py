@@ -95,7 +95,7 @@ def test_the_image_is_built_and_runs_and_drains(buildah, image, tmp_path):
         node = buildah.start(container, environment, output, "swarmnode", "run")
     try:
         await_ready(node, f"http://127.0.0.1:{port}/readyz", log)
-        assert b"swarmnode_build_info{" in get(f"http://127.0.0.1:{port}/metrics")
+        assert b"swarmnode_node_info{" in get(f"http://127.0.0.1:{port}/metrics")
         assert b'"ok":true' in get(f"http://127.0.0.1:{port}/healthz")
         inside = int(log.read_text().split("\n", 1)[0])
         os.kill(inside, signal.SIGTERM)

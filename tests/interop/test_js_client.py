@@ -153,8 +153,8 @@ def test_client_groups_are_fetched_scored_and_drawn(foreign, node, alice):
     assert {group.content.hex() for group in groups} == set(offered)
     assert {group.peer for group in groups} == {alice["peer"]}
     assert all(group.rewards[:4] == [1.0] * 4 and max(group.rewards[4:]) < 1.0 for group in groups)
-    kept = lambda: node.status()["rollouts"]["pulling"]["claims"]["kept"]
-    until(lambda: kept() == 5, lambda: node_state(node))
+    confirmed = lambda: node.status()["rollouts"]["pulling"]["claims"]["confirmed"]
+    until(lambda: confirmed() == 5, lambda: node_state(node))
     assert {reason for reason, count in node.outcomes().items() if count} == OF_AN_ADMITTED_GROUP
 
 
