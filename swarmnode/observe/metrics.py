@@ -733,8 +733,8 @@ STAGES = (
         "counter",
         "stages.events",
         "Events of this node's crews. `proposed`, `formed`, `running`: phases of a crew. `broken`:"
-        " a crew ended. `refused`: a proposal failed. `struck`: a peer missed a deadline or sent an"
-        " invalid message.",
+        " a crew ended. `declined`: this node refused a proposal. `unformed`: a proposed crew did"
+        " not form. `struck`: a peer missed a deadline or sent an invalid message.",
         ("event",),
     ),
     Metric(

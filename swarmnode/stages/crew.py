@@ -2,8 +2,9 @@
 actions)`. A pure function: no clock, no I/O, no torch.
 
     FREE ── propose or accept ──▶ FORMING ── every member sent a heartbeat ──▶ PREPARING
-      ▲                                                                            │ all active
-      └── a member left, was silent, lost a stream or missed a deadline ────── RUNNING
+      ▲                                                    (stages load)           │ all active
+      └── from every phase: a member left, was silent, lost a stream               ▼
+          or missed a deadline ─────────────────────────────────────────────── RUNNING
 
 A free node is in no crew. Free nodes send offers: memory, speed, and the layers and steps that they
 hold. Each node plans a crew from these offers. The member with the newest step proposes its plan
@@ -13,7 +14,24 @@ lost member, a lost stream or an expired deadline ends the crew for all its memb
 state in memory and are free again.
 
 A crew that starts from the base has the fewest nodes that hold the model, the nearest first. A
-crew that continues has the stages of the former one.
+crew that continues at step n of a lineage has the stages of the former one. A block is *usable* at
+step n if its node trained it, and it is at step n or n − 1. A stage at n − 1 continues without that
+update: it is renumbered, and skips the update for good. A stage without a usable block is *lost*:
+its new holder restores it from another member's checkpoint of any age, or from the base.
+
+    plan                                                                      proposed after
+    the newest step without lost stages, if no candidate has a step above     no wait
+    n + 1 of this lineage
+    an older step without lost stages                                         12 s free
+    the step with the fewest lost stages, if at least half of the stages      12 s free
+    are held at some step
+    the base, if no candidate has taken steps                                 3 s after it became
+                                                                              possible
+    the base, although steps were taken                                       600 s free
+
+At most half of the stages may come from the base in a plan that continues, because such a mixture
+is worse than the base. A crew ends after 13 s of a member's silence, 300 s of a member's work
+without progress, or 7,200 s without a step. `MembershipSettings` has all these times.
 
 A peer that is silent, makes no progress with pending work or sends garbage gets a strike. A struck
 peer is excluded from plans for a while, unless no crew is possible without it. Each node counts
@@ -103,7 +121,7 @@ class PeerState(msgspec.Struct, frozen=True):
     steps: int = 0
     """Steps committed together since the last strike."""
     failures: int = 0
-    """Crews that the peer refused or ended before their first step, since the last step
+    """Number of crews that the peer declined, or ended before their first step, since the last step
     together."""
 
 
@@ -165,8 +183,8 @@ class State(msgspec.Struct, frozen=True):
     peers: Mapping[str, PeerState] = {}
     crew: Crew | None = None
     free_since: float = math.inf
-    """Start of the wait for a crew. A crew that took no step does not restart the wait, and the
-    time in it does not count."""
+    """`now - free_since` is the time without a crew since the last committed step. The time in a
+    crew that took no step does not count."""
     plan_since: float = math.inf
     """Time since which this node has had a plan without interruption; infinite without a plan."""
     retry_at: float = 0.0
@@ -179,7 +197,8 @@ class State(msgspec.Struct, frozen=True):
     """Time of this node's last heartbeats."""
     last_tick: float | None = None
     lag: float = 1.0
-    """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
+    """Measured interval between ticks ÷ planned interval, at least 1. Multiplies
+    `join_seconds` and `gone_seconds`; the longer deadlines do not need it."""
     stopped_at: float | None = None
     """Time at which the last running crew ended; None while one runs."""
     recovery_seconds: float | None = None
@@ -197,8 +216,8 @@ GRACE_SECONDS: Final = 2.0
 """A member waits this much longer than the proposer for a crew to form, so that the proposer ends
 the attempt."""
 OTHER_BYTES_SECONDS: Final = 60.0
-"""Any bytes of a member are signs of life for this time after its last heartbeat, because tensors
-on a full line delay heartbeats."""
+"""For this time after its last heartbeat, any bytes of a member count as a sign of life, because
+queued tensors delay heartbeats."""
 LAG_DECAY: Final = 0.7
 """Factor of the process's lag at each punctual tick."""
 FIRST_RETRY_SECONDS: Final = 1.0
@@ -414,7 +433,7 @@ class _Transition:
         self._note(
             "proposed",
             f"step {record.step}, {len(record.members)} stages"
-            + (f", no node has {lost} exactly" if lost else ""),
+            + (f", no node can continue {lost}" if lost else ""),
         )
         self._join(self.state.me, record)
         for peer in member_peers(record):
@@ -428,7 +447,7 @@ class _Transition:
             return wire.AcceptAnswer(crew)
         why = self._refusal_reason(proposer, record)
         if why is not None:
-            self._note("refused", f"refused the proposal of {proposer}: {why}")
+            self._note("declined", f"the proposal of {proposer}: {why}")
             return wire.RefuseAnswer(why, crew)
         self._join(proposer, record)
         self._send_heartbeats()
@@ -451,7 +470,7 @@ class _Transition:
             return "room"
         if not all(peer == state.me or self.dependencies.trusts(peer) for peer in peers):
             return "trust"
-        if self._free_seconds < keep_seconds(trainer_offer.held_blocks, record, self.settings):
+        if self._free_seconds < refusal_seconds(trainer_offer.held_blocks, record, self.settings):
             return "newer"
         struck = [peer for peer in peers if self._is_struck(peer)]
         if struck and self._is_possible_without(struck, self._offers()):
@@ -526,7 +545,9 @@ class _Transition:
                 if answer.reason == "busy":
                     self._set_peer(peer, offer=None)  # until its next offer
                 self._end_crew(f"refused the crew: {answer.reason}", peer)
-            elif joined is not None and sent_at > joined:  # before, it had not accepted yet
+            elif (
+                joined is not None and sent_at > joined
+            ):  # a heartbeat sent before the member joined may be refused
                 self._end_crew("is not in this crew any more", peer)
 
     def _handle_heartbeat(self, peer: str, status: MemberStatus) -> None:
@@ -576,7 +597,7 @@ class _Transition:
         if own.phase == "active" and own.step > max(before.step, crew.record.step):
             self._set_crew(stepped_at=self.now, stepped=True)
             for peer in crew.members:
-                self._clear_strikes(peer)
+                self._count_shared_step(peer)
         if own.phase == "failed":
             self._end_crew(status.reason or "its stage failed")
             return
@@ -685,7 +706,7 @@ class _Transition:
             pause = FIRST_RETRY_SECONDS * 2.0 ** min(self.state.failed_proposals, 4)
             retry_at = self.now + pause * self.dependencies.rng.uniform(0.5, 1.5)
             self._set(retry_at=retry_at, failed_proposals=self.state.failed_proposals + 1)
-        self._note("refused", cause)
+        self._note("unformed", cause)
         self._send_offers()
 
     def _strike_and_end(self, peer: str, reason: str) -> None:
@@ -714,7 +735,7 @@ class _Transition:
         self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
         self._note("struck", f"{peer}: {reason}; excluded from plans for {seconds:.0f} s")
 
-    def _clear_strikes(self, peer: str) -> None:
+    def _count_shared_step(self, peer: str) -> None:
         """Count a step committed together, and clear the peer's strikes after CLEARING_STEPS."""
         known = self._peer(peer)
         if known.strikes or known.failures:
@@ -739,20 +760,10 @@ def _printable_ascii(text: str) -> str:
 
 
 # ---- the plan of a crew from offers --------------------------------------------------------------
-#
-# A crew continues at step n of a lineage. A node holds a stage exactly if it has it in memory or in
-# its own checkpoint at step n or n − 1. A stage that no node holds exactly is lost: its new holder
-# restores it from a neighbour's checkpoint of any age, or from the base.
-#
-#     plan                                                                      proposed after
-#     the newest step without lost stages, if no node is more than one ahead    no wait
-#     an older step without lost stages                                         exact_seconds
-#     the step with the fewest lost stages, if at least half of the stages      exact_seconds
-#     are held at some step
-#     the base, although steps were taken                                       lost_seconds
 
 MAX_PLANNED_STEPS: Final = 16
-"""A plan considers this many steps of all lineages, those that most peers hold, and its own."""
+"""A node plans with the steps that most peers hold, this many of all lineages, and with the steps
+that it holds itself."""
 MIN_DISTANCE_SECONDS: Final = 0.001
 """A distance below this counts as 0."""
 
@@ -764,7 +775,7 @@ class CrewPlan:
     record: CrewRecord
     """Record with a zero nonce, and with a zero lineage if training starts from the base."""
     lost: tuple[int, ...] = ()
-    """Stages that no node holds exactly."""
+    """Stages of which no node has a usable block."""
 
 
 def plan_crew(
@@ -814,17 +825,19 @@ def plan_crew(
         if (plan := _plan_continuation(me, candidates, cost, lineage, step, held_blocks, distances))
     ]
 
-    def wait(plan: CrewPlan) -> float:
-        at = plan.record
-        ahead = any(lineage == at.lineage and step > at.step + 1 for lineage, step in peers_at)
-        seconds = settings.exact_seconds if plan.lost or ahead else 0.0
-        return max(seconds, keep_seconds(candidates[me].held_blocks, at, settings))
+    def required_wait(plan: CrewPlan) -> float:
+        record = plan.record
+        ahead = any(
+            lineage == record.lineage and step > record.step + 1 for lineage, step in peers_at
+        )
+        seconds = settings.discard_wait_seconds if plan.lost or ahead else 0.0
+        return max(seconds, refusal_seconds(candidates[me].held_blocks, record, settings))
 
     def rank(plan: CrewPlan) -> tuple[bool, int, int, bytes]:
         is_ours = own is not None and own.lineage == plan.record.lineage
         return is_ours, -len(plan.lost), plan.record.step, plan.record.lineage
 
-    best = max((plan for plan in plans if waited >= wait(plan)), key=rank, default=None)
+    best = max((plan for plan in plans if waited >= required_wait(plan)), key=rank, default=None)
     if best is not None and (me in member_peers(best.record) or waited < settings.lost_seconds):
         return best
     if waited < settings.lost_seconds:
@@ -843,8 +856,9 @@ def is_own_block(held_block: HeldBlock) -> bool:
     return held_block.where != "neighbour" and held_block.step > 0
 
 
-def is_exact_block(held_block: HeldBlock, step: int) -> bool:
-    """Return True if a crew at `step` can continue with this block as it is."""
+def is_usable_block(held_block: HeldBlock, step: int) -> bool:
+    """Return True if a crew at `step` can continue with this block: its node trained it, and it is
+    at `step` or one step behind."""
     return held_block.where != "neighbour" and step - 1 <= held_block.step <= step
 
 
@@ -855,17 +869,17 @@ def newest_own_block(held_blocks: Collection[HeldBlock]) -> HeldBlock | None:
     )
 
 
-def keep_seconds(
+def refusal_seconds(
     held_blocks: Collection[HeldBlock], record: CrewRecord, settings: MembershipSettings
 ) -> float:
-    """Return for how many seconds without a crew a node refuses `record`, which would discard steps
-    of its `held_blocks`."""
+    """Return for how many seconds without a crew a node refuses `record`, because it would discard
+    steps of its `held_blocks`."""
     own = newest_own_block(held_blocks)
     if own is None:
         return 0.0
     if record.lineage == own.lineage and record.step > 0:
-        return 0.0 if abs(record.step - own.step) <= 1 else settings.exact_seconds
-    return settings.exact_seconds if record.step > own.step else settings.lost_seconds
+        return 0.0 if abs(record.step - own.step) <= 1 else settings.discard_wait_seconds
+    return settings.discard_wait_seconds if record.step > own.step else settings.lost_seconds
 
 
 def _plan_continuation(
@@ -879,8 +893,8 @@ def _plan_continuation(
 ) -> CrewPlan | None:
     """Return a crew that continues `lineage` at `step`; None if it is not possible.
 
-    It has the stages of the former crew; if peers disagree, those that most peers hold exactly. A
-    node that holds a stage exactly keeps it. A lost stage goes to another node with room, first to
+    It has the stages of the former crew; if peers disagree, those with the most usable blocks. A
+    node with a usable block keeps its stage. A lost stage goes to another node with room, first to
     one that holds it at an older step.
 
     Args:
@@ -891,20 +905,20 @@ def _plan_continuation(
         for peer, held in all_blocks
         if held.lineage == lineage and sum(held.layers) == len(cost.layers)
     ]
-    claims = {(peer, held.layers) for peer, held in held_blocks if is_exact_block(held, step)}
+    claims = {(peer, held.layers) for peer, held in held_blocks if is_usable_block(held, step)}
     votes = Counter(layers for _, layers in claims)
     if not votes:
         return None
     layers = max(votes, key=lambda layers: (votes[layers], layers))
     stages = range(len(layers))
     needs = [stage_memory(cost, layers, stage) for stage in stages]
-    exact: list[set[str]] = [set() for _ in stages]
+    usable: list[set[str]] = [set() for _ in stages]
     newest = Counter[tuple[str, int]]()  # rank of the newest block up to `step`; memory first
     for peer, held in held_blocks:
         if held.layers != layers:
             continue
-        if is_exact_block(held, step):
-            exact[held.stage].add(peer)
+        if is_usable_block(held, step):
+            usable[held.stage].add(peer)
         if held.step <= step:
             rank = 2 * held.step + (held.where == "memory")
             newest[peer, held.stage] = max(rank, newest[peer, held.stage])
@@ -920,8 +934,8 @@ def _plan_continuation(
             default=None,
         )
 
-    for stage in sorted(stages, key=lambda stage: len(exact[stage])):
-        if (holder := pick(stage, exact[stage])) is not None:
+    for stage in sorted(stages, key=lambda stage: len(usable[stage])):
+        if (holder := pick(stage, usable[stage])) is not None:
             chosen[stage] = holder
     lost = tuple(stage for stage in stages if stage not in chosen)
     for stage in sorted(lost, key=lambda stage: -needs[stage]):
@@ -930,7 +944,7 @@ def _plan_continuation(
         chosen[stage] = spare
     held_at_some_step = {stage for _, stage in newest}
     if 2 * len(set(lost) - held_at_some_step) > len(layers):
-        return None  # weights that are mostly the base's are worse than the base
+        return None  # more than half of the stages would come from the base
     if len(layers) == 1 and chosen[0] != me:
         return None  # only a node itself may propose a crew of one
     members = tuple(CrewMember(chosen[stage], layers[stage]) for stage in stages)
@@ -1012,8 +1026,8 @@ def assign_layers(model: ModelCost, members: Sequence[Offer]) -> tuple[int, ...]
 CrewState = Literal["none", "forming", "preparing", "running"]
 
 
-class SlotStatistics(msgspec.Struct, frozen=True):
-    """State of one stage of the crew, from its record and heartbeats."""
+class MemberStatistics(msgspec.Struct, frozen=True):
+    """State of one member and its stage, from the crew's record and heartbeats."""
 
     stage: int
     """Number of the stage."""
@@ -1035,7 +1049,7 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """Id of the crew, hex; empty without a crew."""
     stage: int | None = None
     """Stage that this node holds."""
-    slots: tuple[SlotStatistics, ...] = ()
+    slots: tuple[MemberStatistics, ...] = ()
     """State of each stage."""
     offers: int = 0
     """Number of other nodes that offer to hold a stage."""
@@ -1063,7 +1077,7 @@ def statistics(state: State, now: float, settings: MembershipSettings) -> CrewSt
     slots = []
     for stage, (peer, layers) in enumerate((one.peer, one.layers) for one in crew.record.members):
         member = crew.members.get(peer, own)
-        slots.append(SlotStatistics(stage, peer, member.status.phase, member.status.step, layers))
+        slots.append(MemberStatistics(stage, peer, member.status.phase, member.status.step, layers))
     return replace(
         shown,
         id=crew.id.hex(),

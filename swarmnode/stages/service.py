@@ -66,7 +66,8 @@ RECOVERY_BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 NOTE_WORDS: Final = {
     "struck": "peer struck",
     "broken": "crew ended",
-    "refused": "no crew formed",
+    "declined": "proposal declined",
+    "unformed": "no crew formed",
 }
 
 MESSAGE_WORDS: Final = {

@@ -93,7 +93,8 @@ not finite."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Crew, sender and step of a frame. `Fence` compares them with the receiver's."""
+    """Origin of a frame: crew, sending stage and its committed steps. `Fence` compares it with the
+    receiver's own place."""
 
     crew: bytes
     """The first 16 bytes of the crew's id."""
@@ -1011,8 +1012,10 @@ MAX_AMOUNT: Final = 1e30
 """The largest memory or speed that a peer may claim."""
 
 BlockLocation = Literal["memory", "disk", "neighbour"]
-"""Where a held block is: in the trainer's memory, in the node's own checkpoint (`disk`), or in a
-checkpoint that the node stores for a ring neighbour."""
+"""Where a held block is: in the trainer's memory (`memory`), or in the node's own checkpoint
+(`disk`). `neighbour`: a block that this node did not train, either a checkpoint that another member
+sent, or a stage in memory that was restored from another source than its own checkpoint and has
+taken no step here."""
 
 
 class CrewMember(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1078,7 +1081,8 @@ StagePhase = Literal["loading", "active", "failed"]
 """`active`: the stage can take the next step. `failed`: its weights cannot be restored from any
 source, or its device failed."""
 SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
-"""Sources of a stage's weights; empty until the stage has weights."""
+"""Sources of a stage's weights. `neighbour`: a checkpoint that another node trained, whoever stores
+it. Empty while the stage loads, and for a crew that starts at step 0."""
 
 
 class TrainerOffer(msgspec.Struct, frozen=True, tag="stages_offering"):
@@ -1370,7 +1374,7 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     more nodes may be starting."""
     turn_seconds: float = 3.0
     """The member of rank r proposes after r times this."""
-    exact_seconds: float = 12.0
+    discard_wait_seconds: float = 12.0
     """A crew that discards steps is proposed after this time, because the node that has those steps
     may be restarting."""
     join_seconds: float = 6.0
@@ -1486,10 +1490,12 @@ NOTES = (
     "formed",
     "running",
     "broken",
-    "refused",
+    "declined",
+    "unformed",
     "struck",
 )
-"""`broken`: the end of a crew. `refused`: a proposal failed. `struck`: a peer got a strike."""
+"""`broken`: the end of a crew. `declined`: this node refused a proposal. `unformed`: an attempt of
+which this node was a member formed no crew. `struck`: a peer got a strike."""
 
 Action = SendAnswer | SendRequest | ToTrainer | Note
 """Stage streams belong to the crew of the last StageAssignment, and end with CrewEnd. The service

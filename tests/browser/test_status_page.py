@@ -29,7 +29,7 @@ from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.punch import PunchStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.stages.crew import CrewStatistics, SlotStatistics
+from swarmnode.stages.crew import CrewStatistics, MemberStatistics
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
 from swarmnode.weights.service import WeightsStatistics
@@ -235,7 +235,7 @@ async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch
     ]
     for value in (
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
-        "a neighbour's checkpoint, in 2.1 s",
+        "another member's checkpoint, in 2.1 s",
         "of step 240, 10 steps old",
         "a policy copy, 1 steps old, last refresh ",
         "6.4 s",
@@ -341,7 +341,10 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
                 evil,
                 evil,
                 0,
-                (SlotStatistics(0, evil, evil, 0, 1), SlotStatistics(1, evil[:64], "active", 0, 1)),
+                (
+                    MemberStatistics(0, evil, evil, 0, 1),
+                    MemberStatistics(1, evil[:64], "active", 0, 1),
+                ),
             ),
             own=StageStatus(b"", 0, evil, source=evil, reason=evil, dropped={evil: 1}),
         ),

@@ -143,10 +143,12 @@ def test_step_retention_matches_swarmnode(document):
                 ]
                 given = [as_dict(copy) for copy in copies]
                 settings = MembershipSettings(lost_seconds=600.0)
-                got = document["keep_seconds"](given, {"lineage": lineage, "step": step})
-                assert got == crew.keep_seconds(copies, record, settings)
+                got = document["refusal_seconds"](given, {"lineage": lineage, "step": step})
+                assert got == crew.refusal_seconds(copies, record, settings)
                 seconds.add(got)
-                assert document["is_exact"](given[0], step) == crew.is_exact_block(copies[0], step)
+                assert document["is_usable"](given[0], step) == crew.is_usable_block(
+                    copies[0], step
+                )
     assert seconds == {0.0, 12.0, 600.0}
 
 

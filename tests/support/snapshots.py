@@ -37,7 +37,7 @@ from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.puller import ListingStatistics
 from swarmnode.rollouts.shelf import ServingStatistics, ShelfStatistics
-from swarmnode.stages.crew import CrewStatistics, SlotStatistics
+from swarmnode.stages.crew import CrewStatistics, MemberStatistics
 from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
@@ -205,7 +205,7 @@ def example_at(t: float) -> NodeSnapshot:
             stopped_seconds=0.0,
             recovery_seconds=6.4,
             slots=tuple(
-                SlotStatistics(i, holder, "active", steps, (4, 6, 6, 4)[i])
+                MemberStatistics(i, holder, "active", steps, (4, 6, 6, 4)[i])
                 for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
             ),
         ),

@@ -463,7 +463,7 @@ function questions(s) {
 
 const SLOT_LOOKS = { active: "good", loading: "warn", failed: "bad" };
 const CREW_WORDS = { none: "In no crew", forming: "Forming", preparing: "Preparing", running: "Running" };
-const SOURCE_WORDS = { memory: "memory", checkpoint: "its own checkpoint", neighbour: "a neighbour's checkpoint", base: "the base model",
+const SOURCE_WORDS = { memory: "memory", checkpoint: "its own checkpoint", neighbour: "another member's checkpoint", base: "the base model",
   checkfree: "an average of its neighbours (CheckFree)", "checkfree+": "a copy of its neighbour (CheckFree+)" };
 
 function crew(s) {

@@ -12,8 +12,8 @@ from swarmnode.stages.crew import (
     MAX_FAILED_CREWS,
     CrewDependencies,
     CrewStatistics,
+    MemberStatistics,
     Phase,
-    SlotStatistics,
     State,
     advance,
     statistics,
@@ -215,9 +215,9 @@ def test_nodes_that_propose_to_each_other_refuse_and_try_again():
     [
         (record("a", "b", step=39), 0.0),
         (record("a", "b", step=41), 0.0),
-        (record("a", "b", step=38), SETTINGS.exact_seconds),
-        (record("a", "b", step=10**15), SETTINGS.exact_seconds),
-        (record("a", "b", step=50, lineage=b"x" * 32), SETTINGS.exact_seconds),
+        (record("a", "b", step=38), SETTINGS.discard_wait_seconds),
+        (record("a", "b", step=10**15), SETTINGS.discard_wait_seconds),
+        (record("a", "b", step=50, lineage=b"x" * 32), SETTINGS.discard_wait_seconds),
         (record("a", "b", step=30, lineage=b"x" * 32), SETTINGS.lost_seconds),
         (record("a", "b", step=0, lineage=b"x" * 32), SETTINGS.lost_seconds),
     ],
@@ -427,7 +427,7 @@ def test_struck_peer_is_excluded_while_another_crew_is_possible():
     strike(node)
     node.receive_offer("c")
     node.receive_offer("a", copy(0))
-    node.wait(SETTINGS.exact_seconds)
+    node.wait(SETTINGS.discard_wait_seconds)
     assert {peer for peer, _ in node.sent(wire.ProposeRequest)} == {"c"}
 
 
@@ -544,8 +544,8 @@ def test_statistics_of_a_crew():
     assert (shown.state, shown.stage, shown.stopped_seconds) == ("running", 1, 0.0)
     assert shown.id == node.state.crew.id.hex()
     assert shown.slots == (
-        SlotStatistics(0, "a", "active", 40, 1),
-        SlotStatistics(1, "b", "active", 43, 1),
+        MemberStatistics(0, "a", "active", 40, 1),
+        MemberStatistics(1, "b", "active", 43, 1),
     )
     node.handle(wire.StreamLost("a", node.state.crew.id))
     node.now += 2.0

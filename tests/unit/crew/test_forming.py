@@ -14,7 +14,7 @@ from swarmnode.stages.wire import (
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0))
-WAITS = MembershipSettings(stages=4, exact_seconds=10.0, lost_seconds=100.0)
+WAITS = MembershipSettings(stages=4, discard_wait_seconds=10.0, lost_seconds=100.0)
 
 
 def copy(stage, step, where="memory", *, lineage=LINEAGE, layers=(1, 1, 1, 1)) -> HeldBlock:
