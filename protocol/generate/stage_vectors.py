@@ -629,10 +629,10 @@ def _answer(stage: Participant, norms: dict[int, Any], event: str, *given: Any) 
 def _accumulate(stage: Participant, norms: dict[int, Any], micro_batch: int) -> list[Any]:
     if not stage.may_accumulate(micro_batch):
         return ["ignored"]
-    stage.accumulated(micro_batch)
+    stage.record_gradient(micro_batch)
     if not stage.complete:
         return ["added"]
     if norms[stage.attempt] is None:
         return ["added", "acknowledge", stage.attempt, "not_finite", 0.0]
-    stage.prepared = True
+    stage.acknowledged = True
     return ["added", "acknowledge", stage.attempt, None, norms[stage.attempt]]

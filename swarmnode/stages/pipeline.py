@@ -1,8 +1,17 @@
 """The pipeline of a crew: the worker of one stage, and the head that the training loop drives.
 
+    Head.update     propose, micro-batches through 1F1B, acknowledge, commit
     Head.generate   waves of completions, one token per wave and round
     Head.score      log-probabilities and entropies without gradient
-    Head.update     propose, micro-batches through 1F1B, acknowledge, commit
+
+A step passes through these calls:
+
+    main thread       `trainer.loop.Loop` → `CrewPolicy.update` → `_learn` → `_call`
+                      → `StageRunner.call_head`
+    crew's thread     `Head.update` → `Links.send`
+    of each stage     `Links` reads a frame → `Inbox` → `StageWorker._serve` → `handle`
+                      → `MicroBatchRunner` → `Links.send`
+    commit            `StageWorker._take_step` → `StageOptimizer.step` → observers → `DoneFrame`
 
 `StageWorker` handles one frame, or one piece of work, at a time. Its *fence* drops the frames of
 earlier crews, steps and attempts (`wire.Fence`). `Head` is stage 0 and also the crew's scheduler. A
@@ -10,8 +19,9 @@ crew of one stage runs the same code without a stream.
 
 Each failure has one of three outcomes:
 
-    refusal      a stage's device cannot compute a piece of work: the head aborts the call, its
-                 caller repeats it with smaller pieces, and the crew continues
+    refusal      a stage's memory is too small, or its own result is not finite: the head aborts
+                 the call, and the crew continues. After a memory refusal `CrewPolicy` repeats the
+                 call with smaller pieces
     fault        a stage sends garbage or refuses three times in a row, or a deadline expires: the
                  crew ends. A step without a commit leaves the weights as they were
     stream end   the crew ends
@@ -122,11 +132,11 @@ def gradient_codec(codec: ActivationCodec) -> ActivationCodec:
 class Observer:
     """Interface through which a worker reports its training to recorder, meter and averaging.
 
-    `committed` is called in the thread in which the worker computes, all other methods in the
-    worker's task between two computations.
+    `on_step_in_thread` is called in the compute thread, all other methods in the event loop between
+    two computations.
     """
 
-    def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
+    def on_micro_batch(self, micro_batch: int, about: bytes, body: bytes) -> None:
         """Handle the arrival of a micro-batch of the next step.
 
         Args:
@@ -134,14 +144,15 @@ class Observer:
             body: Activations in the crew's codec; empty at the first hop.
         """
 
-    def committed(self, worker: StageWorker) -> None:
-        """Handle a step that was taken; `worker.participant.step` counts it. A device error that is
-        raised here is only counted and logged."""
+    def on_step_in_thread(self, worker: StageWorker) -> None:
+        """Handle a step. Called in the compute thread, after the weights moved and before the step
+        counts as done; `worker.participant.step` includes it. A device error that is raised here
+        is only counted and logged."""
 
-    def stepped(self) -> None:
-        """Handle a step that was taken, after `committed`."""
+    def after_step(self) -> None:
+        """Handle a step. Called in the event loop, after `on_step_in_thread`."""
 
-    def dropped(self) -> None:
+    def on_step_dropped(self) -> None:
         """Handle the end of a step or attempt: no later step contains its micro-batches."""
 
 
@@ -175,27 +186,27 @@ class StageWorker:
         self.participant = Participant(fence.place.step)
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = []
-        self.refused: Counter[str] = Counter()
-        """Number of refusals and invalid frames, by reason."""
+        self.refusals: Counter[str] = Counter()
+        """Number of pieces of work that this stage refused, and of invalid frames, by reason."""
         self.micro_batches = MicroBatchRunner(self)
         self.waves = WaveDecoder(self)
         self.tied = TiedEmbedding(self)
         self.fault: tuple[int | None, str] | None = None
         """First fault: (stage that caused it or None if unknown, reason). After it the worker
         handles nothing, and the crew ends."""
-        self._held: deque[ReceivedFrame] = deque()
+        self._deferred: deque[ReceivedFrame] = deque()
         """Scoring and generation frames that wait until the next link is not full."""
 
     @property
     def place(self) -> Place:
-        """Place of the frames that this stage sends now."""
+        """Crew, own stage and committed steps, for the frames that this stage sends now."""
         p = self.fence.place
         return Place(p.crew, p.stage, self.participant.step)
 
     @property
-    def dropped(self) -> Counter[str]:
+    def ignored_frames(self) -> Counter[str]:
         """Number of frames without effect, by reason. Callable from any thread."""
-        counts = (self.fence.dropped, self.links.refused, self.refused)
+        counts = (self.fence.dropped, self.links.closed_streams, self.refusals)
         return sum((counter.copy() for counter in counts), Counter())
 
     def ready(self) -> int:
@@ -239,15 +250,15 @@ class StageWorker:
 
     async def _work(self) -> bool:
         """Do one piece of work whose result has room on its link. Return False if there is none."""
-        if self._held and not self.links.full(self.index + 1):
-            await self._handle(self._held.popleft())
+        if self._deferred and not self.links.full(self.index + 1):
+            await self._handle(self._deferred.popleft())
         elif self.tied.can_send:
             with self.refusing(self._refuse_step):
                 self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.run(work)
             with self.refusing(self._refuse_step):
-                self._prepare()
+                self._finish_gradients()
         else:
             return False
         return True
@@ -256,10 +267,12 @@ class StageWorker:
         frame = arrival.frame
         if frame is None:
             self.handle_stream_end(arrival.sender, arrival.reason)
-        elif not self._is_deferrable(frame) or not (self._held or self.links.full(self.index + 1)):
+        elif not self._is_deferrable(frame) or not (
+            self._deferred or self.links.full(self.index + 1)
+        ):
             await self._handle(arrival)
-        elif len(self._held) < self.links.limits.waves:
-            self._held.append(arrival)
+        elif len(self._deferred) < self.links.limits.waves:
+            self._deferred.append(arrival)
         else:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
 
@@ -300,11 +313,11 @@ class StageWorker:
             reason = DEVICE_REASON
         else:
             return
-        self.refused[reason] += 1
+        self.refusals[reason] += 1
         refuse(reason)
 
     def _garbage(self, sender: int, error: BadMessage) -> None:
-        self.refused[error.reason] += 1
+        self.refusals[error.reason] += 1
         self.set_fault(sender, f"garbage: {error}")
 
     def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
@@ -344,7 +357,7 @@ class StageWorker:
             case wire.DropFrame():
                 self.waves.forget(frame.wave)
             case wire.EmbeddingFrame() if self.runtime.embedding() is not None:
-                if self.participant.proposed and frame.attempt == self.participant.attempt:
+                if self.participant.accumulating and frame.attempt == self.participant.attempt:
                     self.tied.take_part(frame, body)
                     self._acknowledge()
             case wire.ProposeFrame():
@@ -364,7 +377,7 @@ class StageWorker:
 
     # Taking a step.
 
-    def _prepare(self) -> None:
+    def _finish_gradients(self) -> None:
         """If the gradients of all micro-batches are there, exchange a tied embedding's gradient and
         acknowledge the step."""
         if not self.participant.complete or self.tied.started:
@@ -374,14 +387,15 @@ class StageWorker:
         self._acknowledge()
 
     def _acknowledge(self) -> None:
-        """Acknowledge the step with the gradient's norm, if the gradients are final."""
+        """Acknowledge the step with the gradient's norm, if the gradients are final. Only stage 0
+        counts a tied embedding in the norm, which both ends hold."""
         participant, shared = self.participant, self.runtime.embedding()
         if not participant.complete or (shared is not None and not self.tied.add(shared)):
             return
         squared_norm = self.optimizer.measure()
         if squared_norm is None:
             raise ValueError("the gradient is not finite")
-        participant.prepared = True
+        participant.acknowledged = True
         self.links.send(
             0, wire.AcknowledgeFrame(self.place, participant.attempt, None, squared_norm)
         )
@@ -396,20 +410,20 @@ class StageWorker:
             try:
                 await self.compute(lambda: self._step(clip, learning_rate))
                 for observer in self.observers:
-                    observer.stepped()
+                    observer.after_step()
             finally:
                 self._drop_all()
 
     def _step(self, clip: float, learning_rate: float) -> None:
         if not self.optimizer.step(clip, learning_rate):
-            self.refused["bounds"] += 1
+            self.refusals["bounds"] += 1
         for observer in self.observers:
             try:
-                observer.committed(self)
+                observer.on_step_in_thread(self)
             except (RuntimeError, MemoryError) as error:
                 if not is_device_error(error):
                     raise
-                self.refused[DEVICE_REASON] += 1
+                self.refusals[DEVICE_REASON] += 1
                 log.warning(
                     "%s after step %d: %s", type(observer).__name__, self.participant.step, error
                 )
@@ -437,7 +451,7 @@ class StageWorker:
         self.micro_batches.clear()
         self.tied.clear()
         for observer in self.observers:
-            observer.dropped()
+            observer.on_step_dropped()
 
 
 def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
@@ -493,8 +507,8 @@ class StepResult:
 
 
 @dataclass
-class BatchState:
-    """State of the present call: its micro-batches or waves, and their results."""
+class CallState:
+    """State of the head's present call: its micro-batches or waves, and their results."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     """Micro-batch → number of completion tokens; empty in `generate`."""
@@ -557,10 +571,11 @@ class Head(StageWorker):
         self._end_reason: str | None = None
         """Reason for which the crew has ended; None while it works."""
         self._changed = trio.Event()
-        self._number = self._parity = 0
-        """Number of the newest micro-batch or wave. Each number is used once. `update` alternates
-        the parity."""
-        self._batch = BatchState()
+        self._number = 0
+        """Number of the newest micro-batch or wave. Each number is used once."""
+        self._parity = 0
+        """Parity of the last micro-batch's number in `update`, which alternates it."""
+        self._call_state = CallState()
         self._attempt = 0
         self._refusals: Counter[int] = Counter()
         """Stage → number of calls that it refused since the last committed step."""
@@ -607,7 +622,7 @@ class Head(StageWorker):
             self.stages,
             most if tokens is None else min(tokens, most),
         )
-        batch = self._batch = BatchState(
+        call = self._call_state = CallState(
             divisible=any(len(piece) * each > 1 for piece, each in pieces)
         )
         draw = rng.getrandbits
@@ -618,7 +633,7 @@ class Head(StageWorker):
         later, open_now = list(reversed(waves)), self.open_waves
         try:
             with self._call():
-                while (later or open_now) and batch.failed is None:
+                while (later or open_now) and call.failed is None:
                     while later and len(open_now) < self.stages:
                         self._begin(later.pop())
                     before = len(open_now)
@@ -626,8 +641,8 @@ class Head(StageWorker):
         finally:
             for number in list(open_now):
                 self._end_wave(number)
-        if batch.failed is not None:
-            raise WorkRefused(batch.failed, batch.divisible)
+        if call.failed is not None:
+            raise WorkRefused(call.failed, call.divisible)
         return waves
 
     def _begin(self, wave: Wave) -> None:
@@ -651,8 +666,8 @@ class Head(StageWorker):
             self._end_wave(frame.wave)
             return
         codec, rows = self.settings.codec, len(wave.live)
-        step = wire.DecodeFrame(self.place, frame.wave, codec, rows)
-        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.last_tokens()))
+        request = wire.DecodeFrame(self.place, frame.wave, codec, rows)
+        self.links.send(0, request, pack_ids(wave.live) + pack_ids(wave.last_tokens()))
 
     def _end_wave(self, number: int) -> None:
         self.open_waves.pop(number, None)
@@ -690,20 +705,20 @@ class Head(StageWorker):
             number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()
         }
         divisible = _halve(pieces.values(), lengths) is not None
-        batch = self._batch = BatchState(tokens_of, divisible)
+        call = self._call_state = CallState(tokens_of, divisible)
         with self._call():
             for started, (number, piece) in enumerate(pieces.items()):
                 room = started - SCORES_PER_STAGE * self.stages
-                await self._wait_until(lambda room=room: len(batch.scores) > room)  # type: ignore[misc]
-                if batch.failed is not None:
+                await self._wait_until(lambda room=room: len(call.scores) > room)  # type: ignore[misc]
+                if call.failed is not None:
                     break
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
-            await self._wait_until(lambda: len(batch.scores) == len(pieces))
-        if batch.failed is not None:
-            raise WorkRefused(batch.failed, batch.divisible)
+            await self._wait_until(lambda: len(call.scores) == len(pieces))
+        if call.failed is not None:
+            raise WorkRefused(call.failed, call.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
-            (logprobs, entropies), at = batch.scores[number], 0
+            (logprobs, entropies), at = call.scores[number], 0
             for i in piece:
                 size = len(rows[i][1])
                 out[i] = (logprobs[at : at + size], entropies[at : at + size])
@@ -740,31 +755,31 @@ class Head(StageWorker):
         halves = _halve(cuts, lengths, groups)
         divisible = halves is not None and len(halves) <= wire.MAX_MICRO_BATCHES
         self._attempt += 1
-        batch = self._batch = BatchState(tokens_of, divisible, self._attempt)
+        call = self._call_state = CallState(tokens_of, divisible, self._attempt)
         with self._call():
             try:
-                self._broadcast(wire.ProposeFrame(self.place, batch.attempt, tuple(sorted(pieces))))
+                self._broadcast(wire.ProposeFrame(self.place, call.attempt, tuple(sorted(pieces))))
                 for number, piece in pieces.items():
                     texts = [(row.prompt_ids, row.completion_ids) for row in piece]
                     loss = describe_loss(piece, cfg, normalizer)
                     self._submit(number, "learn", describe(texts, cfg.temperature, loss))
-                await self._wait_until(lambda: len(batch.norms) == self.stages)
+                await self._wait_until(lambda: len(call.norms) == self.stages)
             finally:
-                if batch.failed is not None or len(batch.norms) < self.stages:
-                    self._broadcast(wire.AbortFrame(self.place, batch.attempt))
-            if batch.failed is not None:
-                return StepResult(refused=batch.failed, divisible=batch.divisible)
-            sums = list(batch.learnt.values())
+                if call.failed is not None or len(call.norms) < self.stages:
+                    self._broadcast(wire.AbortFrame(self.place, call.attempt))
+            if call.failed is not None:
+                return StepResult(refused=call.failed, divisible=call.divisible)
+            sums = list(call.learnt.values())
             count = sum(one.tokens for one in sums)
             effective = effective_share(
                 sum(one.weights for one in sums), sum(one.squares for one in sums), count
             )
             factor = rate_factor(cfg.options, effective)
-            norm = math.sqrt(sum(batch.norms.values()))
+            norm = math.sqrt(sum(call.norms.values()))
             clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             rate = float(learning_rate * factor)
-            self._broadcast(wire.CommitFrame(self.place, batch.attempt, clip, rate))
-            await self._wait_until(lambda: len(batch.done) == self.stages)
+            self._broadcast(wire.CommitFrame(self.place, call.attempt, clip, rate))
+            await self._wait_until(lambda: len(call.done) == self.stages)
         self._refusals.clear()
         return StepResult(
             loss=sum(one.loss for one in sums),
@@ -804,8 +819,8 @@ class Head(StageWorker):
         finally:
             self._last = -math.inf
 
-    async def _wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until `true()`, or until a stage refuses the call.
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()`, or until a stage refuses the call.
 
         Silence counts from the last arrival, or from the time when this stage became idle.
 
@@ -813,7 +828,7 @@ class Head(StageWorker):
             PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
         """
-        while self._batch.failed is None and not true():
+        while self._call_state.failed is None and not condition():
             if self._end_reason is not None:
                 raise PeerError(self._end_reason)
             silence = max(self._seconds, SILENCE_FACTOR * self._longest)
@@ -828,7 +843,7 @@ class Head(StageWorker):
                 raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
-        now, batch = trio.current_time(), self._batch
+        now, call = trio.current_time(), self._call_state
         if self._last > -math.inf:
             self._longest = max(self._longest, now - self._last)
         self._last = now
@@ -837,30 +852,30 @@ class Head(StageWorker):
                 self._take_tokens(frame, body)
             case wire.PrefillFrame() | wire.DecodeFrame() if frame.wave not in self.open_waves:
                 return  # of a call that has ended
-            case wire.LearntFrame() | wire.ScoresFrame() if frame.micro_batch not in batch.tokens:
+            case wire.LearntFrame() | wire.ScoresFrame() if frame.micro_batch not in call.tokens:
                 return  # of a call that has ended
             case wire.FailedFrame() if (
-                frame.number not in batch.tokens and frame.number not in self.open_waves
+                frame.number not in call.tokens and frame.number not in self.open_waves
             ):
                 return  # of a call that has ended
             case wire.LearntFrame():
-                batch.learnt[frame.micro_batch] = frame
+                call.learnt[frame.micro_batch] = frame
             case wire.ScoresFrame():
-                if frame.rows != batch.tokens[frame.micro_batch]:
+                if frame.rows != call.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
-                batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
+                call.scores[frame.micro_batch] = read_scores(body, frame.rows)
             case wire.FailedFrame():
                 self._refused(sender, frame.reason)
-            case wire.AcknowledgeFrame() | wire.DoneFrame() if frame.attempt != batch.attempt:
+            case wire.AcknowledgeFrame() | wire.DoneFrame() if frame.attempt != call.attempt:
                 return  # of an attempt that has ended
             case wire.AcknowledgeFrame() if frame.refused is not None:
                 self._refused(sender, frame.refused)
             case wire.AcknowledgeFrame():
-                if sender == self.stages - 1 and len(batch.learnt) < len(batch.tokens):
+                if sender == self.stages - 1 and len(call.learnt) < len(call.tokens):
                     raise BadMessage("bounds", "acknowledged before all losses were sent")
-                batch.norms[sender] = frame.squared_norm
+                call.norms[sender] = frame.squared_norm
             case wire.DoneFrame():
-                batch.done.add(sender)
+                call.done.add(sender)
             case _:
                 await super().handle(sender, frame, body)
         self._changed.set()
@@ -871,11 +886,11 @@ class Head(StageWorker):
         The first refusal of a call counts, unless the caller can retry with smaller micro-batches.
         A refusal is ignored once all stages have acknowledged.
         """
-        batch = self._batch
-        if batch.failed is not None or len(batch.norms) == self.stages:
+        call = self._call_state
+        if call.failed is not None or len(call.norms) == self.stages:
             return
-        batch.failed = reason
-        if reason == DEVICE_REASON and batch.divisible:
+        call.failed = reason
+        if reason == DEVICE_REASON and call.divisible:
             return
         self._refusals[stage] += 1
         if self._refusals[stage] >= MAX_REFUSALS:
@@ -927,7 +942,7 @@ class Wave:
         self.ids: list[list[int]] = [[] for _ in range(total)]
         self.logprobs: list[list[float]] = [[] for _ in range(total)]
         self.live = list(range(total))
-        """Numbers of the unfinished completions, ascending. All have the same number of tokens."""
+        """Indices of the unfinished completions, ascending. All have the same number of tokens."""
 
     def append_tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append one token to each of `live`.
@@ -935,9 +950,9 @@ class Wave:
         Raises:
             ValueError: there are more or fewer tokens.
         """
-        for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
-            self.ids[name].append(token)
-            self.logprobs[name].append(logprob)
+        for index, token, logprob in zip(self.live, ids, logprobs, strict=True):
+            self.ids[index].append(token)
+            self.logprobs[index].append(logprob)
         self.live = [
             n
             for n in self.live
@@ -946,7 +961,7 @@ class Wave:
 
     def last_tokens(self) -> list[int]:
         """Return the last token of each of `live`."""
-        return [self.ids[name][-1] for name in self.live]
+        return [self.ids[index][-1] for index in self.live]
 
     def description(self) -> WaveDescription:
         """Return the description that starts the wave."""
@@ -1013,9 +1028,9 @@ Visit = tuple[int, int]
 """(micro-batch, index of the hop in its route)."""
 WorkItem = tuple[Literal["forward", "backward", "learn"], Visit]
 """`learn` is the last stage's forward, loss and backward in one."""
-LimitRule = Literal["counted", "free", "learn"]
-"""Relation of a forward to the limit of micro-batches in flight. `counted`: the forward waits for
-the limit and counts towards it. `free`: it does neither. `learn`: it is the last stage's forward,
+LimitRule = Literal["limited", "exempt", "last"]
+"""Relation of a forward to the limit of micro-batches in flight. `limited`: the forward waits for
+the limit and counts towards it. `exempt`: it does neither. `last`: it is the route's last forward,
 which has no gradient to wait for."""
 
 IN_FLIGHT_FACTOR: Final = 2
@@ -1070,7 +1085,7 @@ class Schedule:
             return None
         self.waiting.remove(ready)
         micro_batch, limit = ready
-        if limit == "learn":
+        if limit == "last":
             return "learn", micro_batch
         self.in_flight[micro_batch] = limit
         return "forward", micro_batch
@@ -1082,11 +1097,11 @@ class Schedule:
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, LimitRule]]:
         full = (
-            sum(limit == "counted" for limit in list(self.in_flight.values()))
+            sum(limit == "limited" for limit in list(self.in_flight.values()))
             >= self._max_in_flight
         )
         for micro_batch, limit in list(self.waiting):
-            if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
+            if limit == "last" or not ((full and limit == "limited") or blocked(micro_batch)):
                 yield micro_batch, limit
 
     def clear(self) -> None:
@@ -1104,8 +1119,8 @@ attempt. A schedule has at most `max(MAX_IN_FLIGHT, stages)` in flight."""
 
 @dataclass
 class PendingMicroBatch:
-    """Input of a micro-batch that waits for its gradient. The backward computes the forward
-    again."""
+    """Input of one visit, stored until its gradient arrives. The backward recomputes the forward
+    (activation checkpointing)."""
 
     route: Route
     hop: int
@@ -1171,7 +1186,7 @@ class MicroBatchRunner:
         elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(pending)):
             self.pending[frame.micro_batch, hop] = pending
             for observer in worker.observers:
-                observer.received(frame.micro_batch, about, body[frame.about :])
+                observer.on_micro_batch(frame.micro_batch, about, body[frame.about :])
 
     def backward(self, sender: int, frame: wire.BackwardFrame, body: bytes) -> None:
         """Schedule a backward with the gradient of activations that this stage sent.
@@ -1208,8 +1223,8 @@ class MicroBatchRunner:
 
     def _limit(self, pending: PendingMicroBatch) -> LimitRule:
         if pending.hop == len(pending.route) - 1:
-            return "learn"
-        return "free" if self._worker.settings.swapped and pending.hop > 0 else "counted"
+            return "last"
+        return "exempt" if self._worker.settings.swapped and pending.hop > 0 else "limited"
 
     async def run(self, work: WorkItem) -> None:
         """Do one piece of work, and send its result."""
@@ -1236,10 +1251,11 @@ class MicroBatchRunner:
                     lambda: worker.runtime.backward(pending.batch, pending.x, entering, part)
                 )
             del self.pending[micro_batch, hop]
+            # the first hop is the last to run backward; now this stage's gradient is complete
             if hop == min(
                 i for i, visit in enumerate(pending.route) if visit.stage == worker.index
             ):
-                worker.participant.accumulated(micro_batch)
+                worker.participant.record_gradient(micro_batch)
             if kind == "learn":  # the head needs it before the acknowledgement
                 worker.links.send(0, wire.LearntFrame(worker.place, micro_batch, *sums))
             if hop > 0:
@@ -1344,7 +1360,7 @@ class WaveDecoder:
             ValueError: this stage's own result is not finite.
         """
         worker, runtime = self._worker, self._worker.runtime
-        names = unpack_ids(body[: 4 * frame.rows]).tolist()
+        indices = unpack_ids(body[: 4 * frame.rows]).tolist()
         rest = body[4 * frame.rows :]
         wave = self._waves.get(frame.wave)
         if wave is None:
@@ -1353,18 +1369,18 @@ class WaveDecoder:
             raise BadMessage("rows", "the wave has all its tokens")
         ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
         x = ids() if worker.index == 0 else worker.activations(rest, frame.rows, frame.codec)
-        y = await worker.compute(lambda: runtime.decode(frame.wave, names, x))
+        y = await worker.compute(lambda: runtime.decode(frame.wave, indices, x))
         self._drawn[frame.wave] += 1
         if runtime.spec.has_head:
-            self._draw(frame.wave, names, y)
+            self._draw(frame.wave, indices, y)
             return
         passed = wire.DecodeFrame(worker.place, frame.wave, worker.settings.codec, frame.rows)
         worker.links.send(
             worker.index + 1, passed, body[: 4 * frame.rows] + encode(y, worker.settings.codec)
         )
 
-    def _draw(self, number: int, names: list[int], logits: torch.Tensor) -> None:
-        """Draw a token for each of the n completions `names`, and send the tokens to the head.
+    def _draw(self, number: int, indices: list[int], logits: torch.Tensor) -> None:
+        """Draw a token for each of the n completions `indices`, and send the tokens to the head.
 
         The draw of a completion at a position does not depend on the other completions.
 
@@ -1378,10 +1394,10 @@ class WaveDecoder:
         ).digest()
         generator = torch.Generator(logits.device).manual_seed(int.from_bytes(key, "big") >> 1)
         every = logits.new_zeros(wave.total, logits.shape[1])
-        every[names] = logits
+        every[indices] = logits
         token, logprob = sample(every, wave.temperature, wave.top_p, generator)
-        body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
-        self._worker.links.send(0, wire.TokensFrame(self._worker.place, number, len(names)), body)
+        body = pack_ids(token[indices].tolist()) + pack_logprobs(logprob[indices].cpu().numpy())
+        self._worker.links.send(0, wire.TokensFrame(self._worker.place, number, len(indices)), body)
 
     def forget(self, wave: int) -> None:
         """Close a wave, and free its cache."""
@@ -1404,11 +1420,11 @@ class TiedEmbedding:
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
-        self._theirs: torch.Tensor | None = None
+        self._received_gradient: torch.Tensor | None = None
         """Received part of the other end's term."""
         self._rows = 0
         """Number of rows that have arrived."""
-        self._left: tuple[int, torch.Tensor, int] | None = None
+        self._unsent: tuple[int, torch.Tensor, int] | None = None
         """(attempt, own term, next row to send); None if there is nothing to send."""
         self.started = False
         """True if sending the own term has started."""
@@ -1421,7 +1437,7 @@ class TiedEmbedding:
     @property
     def can_send(self) -> bool:
         """True if a part of the own term is left to send and the link is not full."""
-        return self._left is not None and not self._worker.links.full(self.other_end)
+        return self._unsent is not None and not self._worker.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
         """Start to send the own term, one part at a time.
@@ -1432,20 +1448,20 @@ class TiedEmbedding:
         gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
         if not bool(torch.isfinite(gradient).all()):
             raise ValueError("the embedding's gradient is not finite")
-        self._left, self.started = (attempt, gradient, 0), True
+        self._unsent, self.started = (attempt, gradient, 0), True
 
     def send_part(self) -> None:
         """Send the next rows of the own term."""
-        assert self._left is not None
-        attempt, gradient, first = self._left
-        self._left = None
+        assert self._unsent is not None
+        attempt, gradient, first = self._unsent
+        self._unsent = None
         worker = self._worker
         part = gradient[first : first + worker.links.limits.tokens].float()
         body, after = encode(part, "float32"), first + len(part)
         worker.links.send(
             self.other_end, wire.EmbeddingFrame(worker.place, attempt, first, len(part)), body
         )
-        self._left = (attempt, gradient, after) if after < len(gradient) else None
+        self._unsent = (attempt, gradient, after) if after < len(gradient) else None
 
     def take_part(self, frame: wire.EmbeddingFrame, body: bytes) -> None:
         """Store the next rows of the other end's term.
@@ -1457,25 +1473,25 @@ class TiedEmbedding:
         assert shared is not None
         if frame.first != self._rows:
             raise BadMessage("bounds", f"row {frame.first} of an embedding after {self._rows}")
-        if self._theirs is None:
-            self._theirs = torch.zeros(shared.shape)
+        if self._received_gradient is None:
+            self._received_gradient = torch.zeros(shared.shape)
         self._rows += frame.rows
-        self._theirs[frame.first : self._rows] = decode(
+        self._received_gradient[frame.first : self._rows] = decode(
             body, frame.rows, self._worker.runtime.hidden_size, "float32"
         )
 
     def add(self, shared: torch.nn.Parameter) -> bool:
         """Add the other end's term to the own gradient, once. Return False until all rows have
         arrived."""
-        if not self.started or self._theirs is None or self._rows < len(shared):
+        if not self.started or self._received_gradient is None or self._rows < len(shared):
             return False
-        theirs = self._theirs.to(shared.device, shared.dtype)
+        theirs = self._received_gradient.to(shared.device, shared.dtype)
         shared.grad = theirs if shared.grad is None else shared.grad + theirs
-        self._theirs = None
+        self._received_gradient = None
         return True
 
     def clear(self) -> None:
-        self._theirs = self._left = None
+        self._received_gradient = self._unsent = None
         self._rows, self.started = 0, False
 
 
@@ -1595,7 +1611,7 @@ class Links:
         self.queued = dict.fromkeys(self._streams, 0)
         """Stage with an open stream → bytes that are queued."""
         self.frames_received = 0
-        self.refused: Counter[str] = Counter()
+        self.closed_streams: Counter[str] = Counter()
         """Streams that were closed, by reason: of FRAME_REASONS, or `unread`."""
 
     def full(self, stage: int) -> bool:
@@ -1646,7 +1662,7 @@ class Links:
         """Report the end of the stream to stage `peer`, and forget its queue."""
         self.queued.pop(peer, None)
         if reason != "closed":
-            self.refused[reason] += 1
+            self.closed_streams[reason] += 1
         self.inbox.put(ReceivedFrame(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:

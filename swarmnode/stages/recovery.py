@@ -1341,20 +1341,20 @@ class Recorder(Observer):
         """Last micro-batches of the present step."""
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
-    def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
+    def on_micro_batch(self, micro_batch: int, about: bytes, body: bytes) -> None:
         if self._routes.route(micro_batch) != self._routes.route(0):
             return
         rows = strict.decode(about, MicroBatch).rows
         self._append(self._pending, StageInput(rows, about, body))
 
-    def dropped(self) -> None:
+    def on_step_dropped(self) -> None:
         self._pending.clear()
 
-    def committed(self, worker: StageWorker) -> None:
+    def on_step_in_thread(self, worker: StageWorker) -> None:
         self.policy_copy = None
         for new in self._pending:
             self._append(self.inputs, new)
-        self.dropped()
+        self.on_step_dropped()
         if self._store is not None:
             self._checkpoint(worker, self._store)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
@@ -1362,7 +1362,7 @@ class Recorder(Observer):
             copies = {name: host_copy(state[name]) for name in end_names(self.spec)}
             self.ends[self.spec.index] = worker.participant.step, copies
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         if self.sharing is None:
             return
         if self.shared is not None and self.shared.step != self._announced:

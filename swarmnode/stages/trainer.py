@@ -1188,7 +1188,7 @@ class CrewPolicy:
     def _learn(
         self, rows: Rows, indices: list[int], without: frozenset[int], rate: float | None
     ) -> UpdateStatistics:
-        """Take one step with some of the rows.
+        """Take one step with some of the rows. Repeat a step whose call ended with its crew.
 
         Args:
             indices: Rows to learn from.
@@ -1260,10 +1260,10 @@ class CrewPolicy:
     # ---- calls to the present head ---------------------------------------------------------------
 
     def _call(self, head: Head, work: Callable[[Head], Awaitable[T]], largest: int = 0) -> T | None:
-        """Return the result of `work(head)`; None if it failed and is to be repeated.
+        """Return the result of `work(head)`; None if it failed and the caller must repeat it.
 
-        The next head may be of another crew: a failure ends the crew, and so do repeated refusals,
-        see `Head`.
+        A failed call has ended with its crew, or a stage refused it. Every caller repeats it with
+        the head of the next crew, see `_head`.
 
         Args:
             largest: Padded tokens of the largest micro-batch. After a timeout they are reduced.
@@ -1423,7 +1423,7 @@ class StageMeter(Observer):
             self.computing -= 1
             self._busy += time.monotonic() - started
 
-    def committed(self, worker: StageWorker) -> None:
+    def on_step_in_thread(self, worker: StageWorker) -> None:
         now, tokens = time.monotonic(), worker.runtime.tokens
         elapsed = self.step_seconds = max(now - self._since, 1e-9)
         self.waited_share = max(0.0, 1.0 - self._busy / elapsed)
@@ -1531,7 +1531,7 @@ class Stage:
 
     def dropped(self) -> dict[str, int]:
         """Return the number of dropped frames in all crews, by reason."""
-        return dict(self._dropped + self.worker.dropped)
+        return dict(self._dropped + self.worker.ignored_frames)
 
     def load(self) -> int:
         """Return the number of pieces of work that run or could run now.
@@ -1616,7 +1616,7 @@ class StageAveraging(Replica, Observer):
         tensors = {n: t for n, t in super().tensors().items() if not n.startswith(UNDO)}
         return {**tensors, CLOCKS: torch.tensor(self._parts.counters.outer_clocks)}
 
-    def committed(self, worker: StageWorker) -> None:
+    def on_step_in_thread(self, worker: StageWorker) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds

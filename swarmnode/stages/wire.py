@@ -93,8 +93,7 @@ not finite."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Origin of a frame: crew, sending stage and its committed steps. `Fence` compares it with the
-    receiver's own place."""
+    """Origin of a frame: crew, sending stage and its committed steps. `Fence` checks it."""
 
     crew: bytes
     """The first 16 bytes of the crew's id."""
@@ -118,6 +117,7 @@ class ForwardFrame(FrameHeader, frozen=True, tag="forward"):
     purpose: Purpose
     codec: ActivationCodec
     rows: int
+    """Number of activations: packed tokens of prompts and completions."""
     about: int
     """Length of the description in bytes."""
 
@@ -129,6 +129,7 @@ class BackwardFrame(FrameHeader, frozen=True, tag="backward"):
     micro_batch: int
     codec: ActivationCodec
     rows: int
+    """As in `ForwardFrame`."""
 
 
 class LearntFrame(FrameHeader, frozen=True, tag="learnt"):
@@ -161,6 +162,7 @@ class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
     """Number that the head assigned, as for micro-batches."""
     codec: ActivationCodec
     rows: int
+    """Number of activations: packed tokens of the prompts."""
     about: int
 
 
@@ -171,6 +173,7 @@ class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
     wave: int
     codec: ActivationCodec
     rows: int
+    """Number of completions, each with one activation."""
 
 
 class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
@@ -179,6 +182,7 @@ class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
 
     wave: int
     rows: int
+    """Number of unfinished completions."""
 
 
 class DropFrame(FrameHeader, frozen=True, tag="drop"):
@@ -201,7 +205,9 @@ class EmbeddingFrame(FrameHeader, frozen=True, tag="embedding"):
 
     attempt: int
     first: int
+    """First row of the embedding."""
     rows: int
+    """Number of rows of the embedding."""
 
 
 class ProposeFrame(FrameHeader, frozen=True, tag="propose"):
@@ -393,7 +399,7 @@ class Participant:
         """Number of committed steps."""
         self.attempt = 0
         """Number of the latest proposal."""
-        self.prepared = False
+        self.acknowledged = False
         """True from the acknowledgement of a proposal until its commit or abort."""
         self.newest = -1
         """Highest micro-batch number of all proposals. Each proposal has higher numbers than the
@@ -402,14 +408,14 @@ class Participant:
         """Micro-batches of the proposal without a gradient; None without a proposal."""
 
     @property
-    def proposed(self) -> bool:
+    def accumulating(self) -> bool:
         """True while there is a proposal that is neither acknowledged nor decided."""
-        return self._missing is not None and not self.prepared
+        return self._missing is not None and not self.acknowledged
 
     @property
     def complete(self) -> bool:
         """True if all gradients of such a proposal have arrived."""
-        return self.proposed and not self._missing
+        return self.accumulating and not self._missing
 
     def propose(self, attempt: int, micro_batches: Iterable[int]) -> None:
         """Start a step that consists of `micro_batches`.
@@ -426,7 +432,7 @@ class Participant:
         """Return True if the proposal has this micro-batch and its gradient is still missing."""
         return self._missing is not None and micro_batch in self._missing
 
-    def accumulated(self, micro_batch: int) -> None:
+    def record_gradient(self, micro_batch: int) -> None:
         """Record that the gradient of `micro_batch` has arrived.
 
         Raises:
@@ -440,8 +446,8 @@ class Participant:
         Raises:
             BadMessage: The attempt is not acknowledged (`bounds`).
         """
-        if not self.prepared or attempt != self.attempt:
-            raise BadMessage("bounds", f"commit of attempt {attempt}, which is not prepared")
+        if not self.acknowledged or attempt != self.attempt:
+            raise BadMessage("bounds", f"commit of attempt {attempt}, which is not acknowledged")
         self.step += 1
         self.clear()
 
@@ -457,7 +463,7 @@ class Participant:
 
     def clear(self) -> None:
         """Forget the proposal, if there is one."""
-        self.prepared, self._missing = False, None
+        self.acknowledged, self._missing = False, None
 
 
 # The order in which a micro-batch visits the stages:

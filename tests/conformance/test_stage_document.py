@@ -110,15 +110,15 @@ def test_step_answers_match_swarmnode(document):
             if kind == "accumulate":
                 (micro_batch,) = given[kind]
                 if expected := ours.may_accumulate(micro_batch):
-                    ours.accumulated(micro_batch)
+                    ours.record_gradient(micro_batch)
             else:
                 expected = attempted(getattr(ours, kind), *given.get(kind, (attempt,)))
             assert (answer == "refused") == (expected == "refused")
             if kind == "accumulate":
                 assert answer == expected
-            assert (theirs.missing == set()) == (ours.complete or ours.prepared)
+            assert (theirs.missing == set()) == (ours.complete or ours.acknowledged)
             if ours.complete and rng.random() < 0.8:
-                theirs.prepared = ours.prepared = True
+                theirs.acknowledged = ours.acknowledged = True
             assert (theirs.step, theirs.attempt) == (ours.step, ours.attempt)
             outcomes.add((kind, answer))
     assert {("commit", None), ("abort", None), ("propose", "refused")} <= outcomes

@@ -101,7 +101,7 @@ def copies_peak(case: dict[str, Any]) -> float:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_peak()
-        recorder.committed(worker)
+        recorder.on_step_in_thread(worker)
         after = resident_peak()
         go.set()
         store.close()

@@ -62,9 +62,9 @@ class Narrow:
                 self.embedding = max(self.embedding, queued)
 
         async def counting(member, arrival):
-            before = len(member._held)
+            before = len(member._deferred)
             await arrived(member, arrival)
-            self.held += len(member._held) > before
+            self.held += len(member._deferred) > before
 
         patch.setattr(Links, "send", noting)
         patch.setattr(StageWorker, "_handle_arrival", counting)
@@ -183,7 +183,7 @@ async def test_queue_overflow_ends_the_stream(monkeypatch):
         with trio.fail_after(1):
             arrival = await taken(links)
         assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
-        assert links.refused == {"unread": 1}
+        assert links.closed_streams == {"unread": 1}
         assert not links.full(1)
         nursery.cancel_scope.cancel()
 
@@ -207,7 +207,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
 def test_what_waits_for_others_is_no_work_in_hand():
     one = Schedule(0, 2)
     for number in range(6):
-        assert one.forward_arrived(number, "counted")
+        assert one.forward_arrived(number, "limited")
     assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (
         6,
         0,
@@ -222,7 +222,7 @@ def test_what_waits_for_others_is_no_work_in_hand():
     assert one.next(lambda number: True) == ("backward", 2)
     assert one.ready() == 2
     tail = Schedule(1, 2)
-    tail.forward_arrived(0, "learn")
+    tail.forward_arrived(0, "last")
     assert tail.ready(lambda number: True) == 1
     assert tail.next(lambda number: True) == ("learn", 0)
 
@@ -303,7 +303,7 @@ async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch
         for number in range(LIMITS.waves):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
-        assert len(member._held) == LIMITS.waves
+        assert len(member._deferred) == LIMITS.waves
         assert member.fault is None
         crew.head.links.send(1, *forward(9999, "score", crew.head.place))
         await quiet()

@@ -263,7 +263,7 @@ async def test_device_error_drops_the_step_in_all_stages(models, policy, stage, 
         with fails(member.runtime, method, error):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
             assert await all_dropped(crew)
-        assert member.refused["device"] >= 1
+        assert member.refusals["device"] >= 1
         assert torch.equal(weights(crew), start)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
@@ -314,14 +314,14 @@ async def test_half_of_a_step_is_a_stage_that_is_lost(models, policy):
 
 
 class NoRoom(Observer):
-    def committed(self, worker):
+    def on_step_in_thread(self, worker):
         raise self.error
 
 
 class Counts(Observer):
     steps = 0
 
-    def committed(self, worker):
+    def on_step_in_thread(self, worker):
         self.steps += 1
 
 
@@ -342,7 +342,7 @@ async def test_step_is_taken_although_an_observer_runs_out_of_memory(
             for _ in range(2):
                 assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
                 assert all(p.grad is None for p in member.runtime.parameters())
-            assert (after.steps, member.refused["device"]) == (2, 2 * disturbed)
+            assert (after.steps, member.refusals["device"]) == (2, 2 * disturbed)
             ends.append(weights(crew))
     assert torch.equal(*ends)
 
@@ -358,7 +358,7 @@ async def test_learning_rate_is_bounded_by_the_own_node(models, policy):
             assert [group["lr"] for group in member.optimizer.adam.param_groups] == [
                 pytest.approx(taken)
             ]
-            assert member.refused == refused
+            assert member.refusals == refused
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -558,7 +558,7 @@ async def test_frames_of_another_crew_or_step_are_dropped(models):
         crew.head.links.send(1, wire.AbortFrame(wire.Place(b"x" * 16, 0, 0), 3))
         crew.head.links.send(1, wire.DropFrame(wire.Place(place.crew, 0, 1), 7))
         await quiet()
-        assert member.dropped == {"crew": 1, "newer": 1}
+        assert member.ignored_frames == {"crew": 1, "newer": 1}
         assert member.fault is None
 
 

@@ -25,7 +25,7 @@ def simulate(
     stage's order of work. line: seconds that a stage's line takes for activations and for a
     gradient, one after the other; they arrive `late` after that."""
     schedules = [Schedule(i, stages) for i in range(stages)]
-    limits = ["counted"] * (stages - 1) + ["learn"]
+    limits = ["limited"] * (stages - 1) + ["last"]
     busy, peak, free = [False] * stages, [0] * stages, [0.0] * stages
     orders: list[list] = [[] for _ in range(stages)]
     events: list = []
@@ -110,22 +110,22 @@ def test_7b_step_over_home_lines_is_bandwidth_bound(monkeypatch):
 
 def test_frames_that_come_twice_or_unasked_change_nothing():
     schedule = Schedule(0, 2)
-    assert schedule.forward_arrived(7, "counted")
-    assert not schedule.forward_arrived(7, "counted")
+    assert schedule.forward_arrived(7, "limited")
+    assert not schedule.forward_arrived(7, "limited")
     assert not schedule.backward_arrived(7)  # not sent on yet
     assert schedule.next() == ("forward", 7)
     assert schedule.backward_arrived(7)
     assert not schedule.backward_arrived(7)
     assert schedule.next() == ("backward", 7)
-    assert not schedule.forward_arrived(7, "counted")
+    assert not schedule.forward_arrived(7, "limited")
     assert schedule.next() is None
 
 
 def prepared(attempt=1):
     stage = Participant(5)
     stage.propose(attempt, [3])
-    stage.accumulated(3)
-    stage.prepared = True
+    stage.record_gradient(3)
+    stage.acknowledged = True
     return stage
 
 
@@ -134,16 +134,16 @@ def test_step_is_complete_with_the_proposed_micro_batches():
     assert not stage.may_accumulate(1), "nothing is proposed"
     stage.propose(1, [1, 2])
     assert [stage.may_accumulate(m) for m in (1, 2, 3)] == [True, True, False]
-    stage.accumulated(1)
+    stage.record_gradient(1)
     assert (stage.may_accumulate(1), stage.complete) == (False, False)
     with pytest.raises(KeyError):
-        stage.accumulated(1)
-    stage.accumulated(2)
-    assert (stage.proposed, stage.complete) == (True, True)
-    stage.prepared = True
-    assert (stage.proposed, stage.complete) == (False, False)
+        stage.record_gradient(1)
+    stage.record_gradient(2)
+    assert (stage.accumulating, stage.complete) == (True, True)
+    stage.acknowledged = True
+    assert (stage.accumulating, stage.complete) == (False, False)
     stage.commit(1)
-    assert (stage.step, stage.prepared, stage.proposed) == (6, False, False)
+    assert (stage.step, stage.acknowledged, stage.accumulating) == (6, False, False)
 
 
 @pytest.mark.parametrize("attempt", [0, 2])
@@ -160,7 +160,7 @@ def test_only_the_prepared_attempt_is_committed_and_once(attempt):
 def test_no_commit_before_the_acknowledgement():
     stage = Participant(5)
     stage.propose(1, [1])
-    stage.accumulated(1)
+    stage.record_gradient(1)
     with pytest.raises(BadMessage):
         stage.commit(1)
     assert stage.step == 5
@@ -173,7 +173,7 @@ def test_an_aborted_attempt_is_followed_by_a_higher_one():
     with pytest.raises(BadMessage):
         stage.propose(2, [4])
     stage.abort(1)
-    assert (stage.step, stage.prepared, stage.may_accumulate(3)) == (5, False, False)
+    assert (stage.step, stage.acknowledged, stage.may_accumulate(3)) == (5, False, False)
     for late in (lambda: stage.abort(1), lambda: stage.commit(1), lambda: stage.propose(1, [4])):
         with pytest.raises(BadMessage):
             late()

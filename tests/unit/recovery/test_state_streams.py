@@ -388,7 +388,7 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
     came, step, ours = await member.peer.fetch.policy_copy(spec)
     assert (came, step, ours.keys()) == (0, 9, parts.keys())
     worker.participant.step += 1
-    member.recorder.committed(worker)
+    member.recorder.on_step_in_thread(worker)
     await member.send(0, member.want(0, "copy", 1))
     assert (await member.whole(0))[0].step == 10
 
