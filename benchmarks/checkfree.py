@@ -29,7 +29,7 @@ from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, lang
 from swarmnode.errors import Refused
 from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
-    Neighbour,
+    NeighbourLayers,
     RecoverySettings,
     synthesise,
 )
@@ -116,11 +116,11 @@ def synthesis(method: Literal["checkfree", "copy"]) -> Recovery:
     return recover
 
 
-def neighbour(staged: Staged, stage: int, lost: tuple[int, ...]) -> Neighbour | None:
+def neighbour(staged: Staged, stage: int, lost: tuple[int, ...]) -> NeighbourLayers | None:
     if not 0 <= stage < STAGES or stage in lost:
         return None
     weights = {n: p.detach() for n, p in staged.trained[stage].items()}
-    return Neighbour(weights, staged.squared_norms[stage])
+    return NeighbourLayers(weights, staged.squared_norms[stage])
 
 
 def random_layers(

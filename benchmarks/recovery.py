@@ -33,14 +33,14 @@ CFG = TrainingConfig(per_device_train_tokens=64)
 BASE = RecoverySettings(checkpoint_every=10**6, seconds=60.0)
 SOURCES = {  # name → (settings, whether the disk survives)
     "own checkpoint": (BASE, True),
-    "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
+    "neighbour's, of the last step, full": (replace(BASE, checkpoint_every=1), False),
     "neighbour's, of the last step, small": (
-        replace(BASE, checkpoint_every=1, exact_bytes=0),
+        replace(BASE, checkpoint_every=1, full_bytes=0),
         False,
     ),
-    f"neighbour's, {STEPS - AGE} steps old, exact": (replace(BASE, checkpoint_every=AGE), False),
+    f"neighbour's, {STEPS - AGE} steps old, full": (replace(BASE, checkpoint_every=AGE), False),
     f"neighbour's, {STEPS - AGE} steps old, small": (
-        replace(BASE, checkpoint_every=AGE, exact_bytes=0),
+        replace(BASE, checkpoint_every=AGE, full_bytes=0),
         False,
     ),
     "checkfree": (replace(BASE, mode="checkfree"), False),
@@ -120,10 +120,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = WorkerSettings()
         fleet = Fleet(model_of(0), [1, 1, 1, 1], Path(folder), settings, BASE)
-        exact, small = (state_bytes(fleet.layouts[LOST], kind) for kind in ("exact", "small"))
+        full, small = (state_bytes(fleet.layouts[LOST], form) for form in ("full", "small"))
         fleet.close()
     print(heading("recovery: cost of each source of a lost stage"))
-    print(f"Checkpoint of {small // 2:,} weights: {exact:,} bytes exact, {small:,} small\n")
+    print(f"Checkpoint of {small // 2:,} weights: {full:,} bytes full, {small:,} small\n")
     rows = []
     for name, (settings, disk) in SOURCES.items():
         results = [trio.run(measure, seed, settings, disk) for seed in seeds_of(args)]

@@ -65,7 +65,7 @@ def read_message(data, crew):
 def state_bytes(shapes, form):
     """Return the bytes of a checkpoint of tensors with these shapes (section 10)."""
     elements = sum(math.prod(shape) for shape in shapes)
-    return 12 * elements + 4 * len(shapes) if form == "exact" else 2 * elements
+    return 12 * elements + 4 * len(shapes) if form == "full" else 2 * elements
 
 
 def state_root(body):

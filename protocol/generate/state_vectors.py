@@ -177,7 +177,7 @@ def messages() -> Iterator[Vector]:
 def derivations() -> Iterator[Vector]:
     for shapes in ([], [[100, 8]], [[100, 8], [8, 8], [8]]):
         layout = make_layout((f"tensor{n}", shape, "float32") for n, shape in enumerate(shapes))
-        for form in ("exact", "small"):
+        for form in ("full", "small"):
             given: dict[str, Any] = {"shapes": shapes, "form": form}
             name = f"bytes of a checkpoint of {len(shapes)} tensors, {form}"
             yield {

@@ -53,7 +53,7 @@ from swarmnode.weights.layout import Layout, TensorSpec, elements
 
 if TYPE_CHECKING:
     from swarmnode.policy.model import Model
-    from swarmnode.stages.recovery import StatePeer
+    from swarmnode.stages.recovery import StateExchange
     from swarmnode.stages.trainer import CrewModel, MemberPolicy
 
 log = structlog.get_logger("swarmnode.crew")
@@ -69,13 +69,15 @@ class PolicyCopy:
 
     Args:
         model: The model.
-        peer: Returns this node's end of the state streams; None without a crew.
+        exchange: Returns this node's end of the state streams; None without a crew.
         tokens: Most padded tokens of a batch of samples.
     """
 
-    def __init__(self, model: CrewModel, peer: Callable[[], StatePeer | None], tokens: int) -> None:
+    def __init__(
+        self, model: CrewModel, exchange: Callable[[], StateExchange | None], tokens: int
+    ) -> None:
         self._model = model
-        self._peer = peer
+        self._exchange = exchange
         self._batcher = MicroBatcher(tokens)
         self._policy: Policy | None = None
         self._too_large = False
@@ -188,19 +190,19 @@ class PolicyCopy:
         Args:
             layers: Number of layers of each stage.
         """
-        peer = self._peer()
-        if peer is None or self._fetching or self._policy is None or self.is_at(step):
+        exchange = self._exchange()
+        if exchange is None or self._fetching or self._policy is None or self.is_at(step):
             return
         specs = stage_specs(self._model.config, layers)
-        self._fetching = peer.channel.spawn(partial(self._fetch, peer, specs))
+        self._fetching = exchange.channel.spawn(partial(self._fetch, exchange, specs))
 
-    async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
+    async def _fetch(self, exchange: StateExchange, specs: Sequence[StageSpec]) -> None:
         found: list[tuple[int, int, CopyTensors]] = []
         releases = self._releases
 
         async def fetch_one(spec: StageSpec) -> None:
             try:
-                found.append(await peer.fetch.policy_copy(spec))
+                found.append(await exchange.fetch.policy_copy(spec))
             except (PeerError, StateError, Unavailable, RuntimeError, MemoryError) as error:
                 if isinstance(error, RuntimeError | MemoryError) and not is_device_error(error):
                     raise

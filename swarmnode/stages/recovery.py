@@ -1,23 +1,26 @@
 """Checkpoints of stages, and how a stage is restored from them. Torch.
 
-The holders of the stages before and after a stage (its neighbours, on a ring) store a checkpoint of
-it every `checkpoint_every` steps. A stage is restored from the first of these sources that can be
-read and has finite values:
+Each stage writes its own checkpoint after every step (every 2, 4, 8, … steps above 2 GB,
+`checkpoint_interval`). Its neighbours on the ring of stages store a replica of it every
+`checkpoint_every` steps. In a new crew the trainer first continues with the stage in memory
+(`Stage.continue_at`). Otherwise `restore` tries these sources in order, and takes the first that
+can be read and has finite values:
 
-    current own checkpoint    of the crew's step or the one before
-    any checkpoint            on this node or another member, the nearest in step first
-    base                      the base model; with LoRA an untrained adapter
+    usable own checkpoint    of the crew's step or the one before
+    any checkpoint           on this node or another member, the nearest in step first
+    base                     the base model; with LoRA an untrained adapter
 
 With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
-checkpoint that is not current.
+checkpoint that is not usable.
 
-Three terms have a fixed meaning here. A *checkpoint* is a stage on a disk. A *held block* is a
-block of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples
-from.
+These terms have a fixed meaning here. An *own checkpoint* is a stage on the disk of the node that
+trained it. A *replica checkpoint* is one that another member trained and sent. A *neighbour* is the
+holder of the stage before or after, on a ring. A *held block* is a block of layers that a node
+offers to crews. The *policy copy* is the int8 model that a node samples from.
 
 The file reads from the top: `restore` tries the sources, `synthesise` is CheckFree, and the trainer
 calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints on disk, the recorder that
-makes them, and the exchange between trainers (`StatePeer`).
+makes them, and the exchange between trainers (`StateExchange`).
 """
 
 from __future__ import annotations
@@ -122,7 +125,8 @@ Tensors = Mapping[str, torch.Tensor]
 RecoveryMode = Literal["checkpoints", "checkfree", "checkfree+"]
 """Values of `stages.recovery`. `checkpoints`: stages are restored from checkpoints."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
-"""Names in `wire.SOURCES` from which a stage can be restored."""
+"""Names in `wire.SOURCES` from which a stage can be restored. `neighbour`: a replica checkpoint, on
+any member's disk or on this node's."""
 ReportSource = Callable[[Literal["loading"], str], None]
 """Function that reports the source that is tried next."""
 
@@ -132,17 +136,17 @@ class RecoverySettings:
     """Constants of recovery, and settings of the operator. All members have the same `mode`."""
 
     checkpoint_every: int = 20
-    """Interval between checkpoints on the neighbours' disks, in committed steps."""
-    keep_policy: bool = False
+    """Interval between replica checkpoints on the neighbours' disks, in committed steps."""
+    stores_all_stages: bool = False
     """True if this node stores checkpoints of all stages, not only of its ring neighbours."""
     mode: RecoveryMode = "checkpoints"
     """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
     checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises."""
-    exact_bytes: int = 256 * 1024 * 1024
-    """A checkpoint up to this size is sent to neighbours in float32 with AdamW's moments. A larger
-    one is sent in bfloat16 without moments."""
+    full_bytes: int = 256 * 1024 * 1024
+    """A replica checkpoint up to this size has float32 weights and AdamW's moments. A larger one
+    has bfloat16 weights and no moments."""
     inputs: int = 4
     """Number of committed micro-batches that are stored for the probe of an average."""
     input_bytes: int = 256 * 1024 * 1024
@@ -168,8 +172,8 @@ def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     )
 
 
-def check_paper(mode: RecoveryMode, stages: int, adapter: bool) -> None:
-    """Check that a crew may rebuild stages as the papers do.
+def check_checkfree(mode: RecoveryMode, stages: int, adapter: bool) -> None:
+    """Check that a crew may rebuild stages by CheckFree or CheckFree+.
 
     Args:
         stages: Configured number of stages; 0 for any number.
@@ -212,8 +216,9 @@ class RestoreSource:
     """Committed steps in a checkpoint; None for other sources."""
     holder: int | None = None
     """Stage whose holder has the checkpoint; None for this node."""
-    current: bool = False
-    """True for an own checkpoint of the crew's step or the one before."""
+    usable: bool = False
+    """True for an own checkpoint of the crew's step or the one before, with which the crew
+    continues. Any other checkpoint has lost steps."""
 
 
 @dataclass(frozen=True)
@@ -247,13 +252,13 @@ class RestoredStage:
 
 
 async def restore(
-    peer: StatePeer,
+    exchange: StateExchange,
     *,
     step: int,
     base: BaseWeights | None,
     notify: Callable[[str], None] = lambda source: None,
 ) -> RestoredStage:
-    """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
+    """Restore `exchange.stage.runtime` for a crew that has committed `step` steps.
 
     Args:
         base: Reader of the base model's weights; None if the base must not be a source.
@@ -262,14 +267,14 @@ async def restore(
     Raises:
         Refused: No source can be used; the message has each source's reason.
     """
-    stage = peer.stage
+    stage = exchange.stage
     stage.phase, stage.restored = "restoring", None
-    inventories = await peer.fetch.ask()
+    inventories = await exchange.fetch.ask()
     tried: list[tuple[SourceName, str]] = []
     for source in _sources(stage, inventories, step, base is not None):
         notify(source.name)
         try:
-            loaded = await _load(peer, source, inventories, base)
+            loaded = await _load(exchange, source, inventories, base)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
@@ -295,14 +300,14 @@ def _sources(
         if held.checkpoint is not None
     ]
     if (own := stage.stored(stage.spec.index)) is not None:
-        current = own.own and step - 1 <= own.step <= step
+        usable = own.own and step - 1 <= own.step <= step
         checkpoints.append(
-            RestoreSource("checkpoint" if own.own else "neighbour", own.step, None, current)
+            RestoreSource("checkpoint" if own.own else "neighbour", own.step, None, usable)
         )
     age = lambda checkpoint: abs(step - (checkpoint.step or 0))
     checkpoints.sort(
         key=lambda checkpoint: (
-            not checkpoint.current,
+            not checkpoint.usable,
             age(checkpoint),
             checkpoint.holder is not None,
         )
@@ -310,14 +315,14 @@ def _sources(
     mode = stage.settings.mode
     if mode != "checkpoints" and not stage.settings.uses_checkpoints(stage.spec):
         checkpoints = [
-            *(checkpoint for checkpoint in checkpoints if checkpoint.current),
+            *(checkpoint for checkpoint in checkpoints if checkpoint.usable),
             RestoreSource(mode),
         ]
     return [*checkpoints, RestoreSource("base")] if has_base else checkpoints
 
 
 async def _load(
-    peer: StatePeer,
+    exchange: StateExchange,
     source: RestoreSource,
     inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
@@ -329,34 +334,34 @@ async def _load(
         StateError, Unavailable, OSError: A file is damaged or missing.
         Refused: A neighbour that is needed is lost too.
     """
-    stage = peer.stage
-    loaded = await _read(peer, source, inventories, base)
+    stage = exchange.stage
+    loaded = await _read(exchange, source, inventories, base)
     if stage.runtime.embedding() is not None:
-        loaded = await _take_tied_embedding(peer, loaded, inventories)
-    await peer.channel.compute(partial(load_weights, stage.runtime, loaded.state.weights))
+        loaded = await _take_tied_embedding(exchange, loaded, inventories)
+    await exchange.channel.compute(partial(load_weights, stage.runtime, loaded.state.weights))
     return loaded
 
 
 async def _read(
-    peer: StatePeer,
+    exchange: StateExchange,
     source: RestoreSource,
     inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
 ) -> LoadedStage:
-    stage, spec = peer.stage, peer.stage.spec
+    stage, spec = exchange.stage, exchange.stage.spec
     if source.name in ("checkpoint", "neighbour"):
         if source.holder is None:
-            return await peer.channel.compute(stage.read_checkpoint)
-        return stage.warming_up(await peer.fetch.state(source.holder, "checkpoint", spec.index))
+            return await exchange.channel.compute(stage.read_checkpoint)
+        return stage.warming_up(await exchange.fetch.state(source.holder, "checkpoint", spec.index))
     if source.name == "base":
         assert base is not None
-        return stage.warming_up(StageState(0, await peer.channel.compute(base)))
-    made = await _synthesise(peer, inventories)
-    return LoadedStage(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+        return stage.warming_up(StageState(0, await exchange.channel.compute(base)))
+    weights = await _synthesise(exchange, inventories)
+    return LoadedStage(StageState(0, weights), LrScale(LEARNING_RATE_FACTOR))
 
 
 async def _synthesise(
-    peer: StatePeer, inventories: Mapping[int, InventoryMessage]
+    exchange: StateExchange, inventories: Mapping[int, InventoryMessage]
 ) -> dict[str, torch.Tensor]:
     """Return weights that are rebuilt from the neighbours.
 
@@ -364,7 +369,7 @@ async def _synthesise(
         Refused: A neighbour, or the stored end tensors, are lost too.
         PeerError: A neighbour is gone or sent an invalid body.
     """
-    spec = peer.stage.spec
+    spec = exchange.stage.spec
     for near in (spec.index - 1, spec.index + 1):
         if 0 <= near < spec.stages and (
             near not in inventories or inventories[near].phase != "ready"
@@ -375,29 +380,29 @@ async def _synthesise(
         holders = [(held.ends, near) for near, held in inventories.items() if held.ends is not None]
         if not holders:
             raise Refused("no member has stored this end's embedding or head")
-        ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
+        ends = (await exchange.fetch.state(max(holders)[1], "ends", spec.index)).weights
 
-    async def neighbour(stage: int) -> Neighbour:
-        layers = await peer.fetch.state(stage, "layers", stage)
-        return Neighbour(layers.weights, layers.squared_norm)
+    async def neighbour(stage: int) -> NeighbourLayers:
+        layers = await exchange.fetch.state(stage, "layers", stage)
+        return NeighbourLayers(layers.weights, layers.squared_norm)
 
     before = None if spec.has_embedding else await neighbour(spec.index - 1)
     after = None if spec.has_head else await neighbour(spec.index + 1)
-    return await peer.channel.compute(lambda: synthesise(spec, before, after, ends=ends))
+    return await exchange.channel.compute(lambda: synthesise(spec, before, after, ends=ends))
 
 
 async def _take_tied_embedding(
-    peer: StatePeer, loaded: LoadedStage, inventories: Mapping[int, InventoryMessage]
+    exchange: StateExchange, loaded: LoadedStage, inventories: Mapping[int, InventoryMessage]
 ) -> LoadedStage:
     """Return the loaded stage with the tied embedding and its moments of the other end.
 
     Both ends must have the same tied embedding. If both ends are lost, they use that of stage 0.
     """
-    spec = peer.stage.spec
+    spec = exchange.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
     if spec.has_embedding and (other not in inventories or inventories[other].phase != "ready"):
         return loaded
-    theirs, state = await peer.fetch.state(other, "tied", other), loaded.state
+    theirs, state = await exchange.fetch.state(other, "tied", other), loaded.state
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
     state = replace(
@@ -466,12 +471,12 @@ def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: Activation
 # clipping to a common norm, so both weights are equal as soon as both gradients are clipped.
 
 LEARNING_RATE_FACTOR: Final = 1.1
-"""Algorithm 1, line 4. It applies once, not for each recovery."""
+"""Algorithm 1, line 4. After any number of recoveries the factor is 1.1."""
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """Layers of a stage next to the lost one, and their last gradient norm."""
+class NeighbourLayers:
+    """Layers of a neighbour of the lost stage, and their last gradient norm."""
 
     layers: Mapping[str, torch.Tensor]
     """Tensors of its layers by local name, `model.layers.0.…`. Other tensors are ignored."""
@@ -481,8 +486,8 @@ class Neighbour:
 
 def synthesise(
     spec: StageSpec,
-    before: Neighbour | None,
-    after: Neighbour | None,
+    before: NeighbourLayers | None,
+    after: NeighbourLayers | None,
     *,
     ends: Tensors | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -510,7 +515,7 @@ def synthesise(
 
 
 def average(
-    before: Neighbour | None, after: Neighbour | None, spec: StageSpec
+    before: NeighbourLayers | None, after: NeighbourLayers | None, spec: StageSpec
 ) -> dict[str, torch.Tensor]:
     """Return the average of algorithm 1, line 3, computed in float64. If both gradients are zero,
     both weights are equal.
@@ -534,7 +539,7 @@ def average(
     }
 
 
-def neighbour_layers(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.Tensor]:
+def neighbour_layers(neighbour: NeighbourLayers | None, spec: StageSpec) -> dict[str, torch.Tensor]:
     """Return the tensors of a neighbour's layers, by local name.
 
     Raises:
@@ -590,7 +595,7 @@ class StageRecovery:
     ) -> None:
         self.outer: Tensors = {}
         """State of averaging from the own checkpoint; empty after any other source."""
-        self.peer: StatePeer | None = None
+        self.exchange: StateExchange | None = None
         """This node's end of the state streams; None without a crew."""
         self._directory = directory / CHECKPOINTS
         self._store = CheckpointStore(self._directory)
@@ -638,8 +643,8 @@ class StageRecovery:
         if layouts != self._layouts:
             self._partial_bodies.clear()
         self._layouts = layouts
-        kept = stored_stages(assignment.stage, len(specs), self._settings)
-        self._store.begin(identity, kept)
+        stored = stored_stages(assignment.stage, len(specs), self._settings)
+        self._store.begin(identity, stored)
 
     def stage_built(self, stage: Stage) -> None:
         """Start to record a stage that has just been built with the base model's weights."""
@@ -678,15 +683,15 @@ class StageRecovery:
             )
             place = Place(assignment.crew[: wire.CREW_BYTES], assignment.stage, assignment.step)
             fence = Fence(place, len(assignment.layers))
-            self.peer = peer = StatePeer(local, fence, streams, stage.meter)
+            self.exchange = exchange = StateExchange(local, fence, streams, stage.meter)
             async with trio.open_nursery() as nursery:
-                await nursery.start(peer.run)
+                await nursery.start(exchange.run)
                 if averaging is not None:
-                    averaging.probe.open(peer)
+                    averaging.probe.open(exchange)
                 yield
                 nursery.cancel_scope.cancel()
         finally:
-            self.peer = self._recorder.sharing = None
+            self.exchange = self._recorder.sharing = None
             if averaging is not None:
                 averaging.probe.close()
             await close_streams(streams)
@@ -702,9 +707,9 @@ class StageRecovery:
         Raises:
             Refused: No source can be used.
         """
-        assert self.peer is not None
+        assert self.exchange is not None
         restored = await restore(
-            self.peer,
+            self.exchange,
             step=assignment.step,
             base=self._base(stage),
             notify=lambda source: notify("loading", source),
@@ -730,22 +735,23 @@ class StageRecovery:
 
     def attach(self, assignment: wire.StageAssignment, worker: StageWorker) -> None:
         """Serve the weights of `worker`, which has not started, to other members."""
-        assert self.peer is not None
-        self.peer.attach(worker, assignment.step)
+        assert self.exchange is not None
+        self.exchange.attach(worker, assignment.step)
 
     def progress(self) -> int:
         """Return a number that grows while weights arrive or a checkpoint is written, as a sign of
         progress."""
         writing = int(time.monotonic()) if self._store.busy else 0
-        return writing + (self.peer.channel.progress if self.peer is not None else 0)
+        return writing + (self.exchange.channel.progress if self.exchange is not None else 0)
 
     def status_fields(self, step: int) -> dict[str, int]:
-        """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and `more`."""
-        kept = self.peer.sharing.stored_steps if self.peer is not None else {}
-        if kept:
-            newest = max(kept.values())
+        """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and those of
+        `extra_status`."""
+        stored = self.exchange.sharing.stored_steps if self.exchange is not None else {}
+        if stored:
+            newest = max(stored.values())
             ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
-        elif self.peer is not None and self.peer.channel.streams:
+        elif self.exchange is not None and self.exchange.channel.streams:
             ages = {"checkpoint_age_steps": step}  # without a checkpoint all steps would be lost
         else:
             ages = {}
@@ -753,11 +759,11 @@ class StageRecovery:
 
     def refused(self) -> dict[str, int]:
         """Return counts of `wire.STATE_REFUSALS`."""
-        return dict(self.peer.channel.refused) if self.peer is not None else {}
+        return dict(self.exchange.channel.refused) if self.exchange is not None else {}
 
     def fault(self) -> tuple[int, str] | None:
         """Return the stage that sent garbage on a state stream, and the reason."""
-        return self.peer.channel.fault if self.peer is not None else None
+        return self.exchange.channel.fault if self.exchange is not None else None
 
     def forget(self) -> None:
         """Do not write the weights in memory: they are undefined."""
@@ -774,7 +780,7 @@ class StageRecovery:
 
 # A stage's training state in host memory, as bytes, and back:
 #
-#     exact    weights ‖ first moments ‖ second moments ‖ counts, float32: 12 bytes/parameter
+#     full     weights ‖ first moments ‖ second moments ‖ counts, float32: 12 bytes/parameter
 #     small    weights, bfloat16: 2 bytes/parameter, relative error 2⁻⁹; the optimizer starts new
 #     plain    weights, float32: for parts of a stage that CheckFree needs
 #
@@ -835,9 +841,9 @@ def stage_layouts(
     return tuple(layouts)
 
 
-def neighbour_form(layout: Layout, settings: RecoverySettings) -> StateForm:
-    """Return the form in which a stage is sent to its neighbours."""
-    return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
+def replica_form(layout: Layout, settings: RecoverySettings) -> StateForm:
+    """Return the form of a stage's replica checkpoints."""
+    return "full" if state_bytes(layout, "full") <= settings.full_bytes else "small"
 
 
 def trained(runtime: StageRuntime) -> dict[str, torch.Tensor]:
@@ -906,12 +912,12 @@ def encode_state(state: StageState, layout: Layout, form: StateForm) -> bytearra
         return body
     flat = as_tensor(body).view(torch.bfloat16 if form == "small" else torch.float32)
     at = 0
-    for tensors in (state.weights, state.first, state.second)[: 3 if form == "exact" else 1]:
+    for tensors in (state.weights, state.first, state.second)[: 3 if form == "full" else 1]:
         for spec in layout:
             if spec.name in tensors:
                 flat[at : at + spec.elements].copy_(tensors[spec.name].reshape(-1))
             at += spec.elements
-    if form == "exact":
+    if form == "full":
         flat[at:] = torch.tensor([state.counts.get(spec.name, 0.0) for spec in layout])
     return body
 
@@ -933,7 +939,7 @@ def check_state(body: torch.Tensor, layout: Layout, form: StateForm) -> None:
         block = values[start : start + BLOCK_VALUES]
         if not bool(torch.isfinite(block).all()):
             raise BadMessage("not_finite", "a state")
-        if form == "exact" and bool((block[max(0, 2 * weights - start) :] < 0).any()):
+        if form == "full" and bool((block[max(0, 2 * weights - start) :] < 0).any()):
             raise BadMessage("bounds", "a second moment or a count below zero")
 
 
@@ -951,7 +957,7 @@ def decode_state(
     check_state(body, layout, form)
     flat = body.view(torch.bfloat16).float() if form == "small" else body.view(torch.float32)
     size = elements(layout)
-    if form != "exact":
+    if form != "full":
         return StageState(step, _by_name(flat, layout), squared_norm=squared_norm)
     weights, first, second = (_by_name(flat[i * size : (i + 1) * size], layout) for i in range(3))
     counts = {
@@ -976,9 +982,9 @@ def as_tensor(body: bytearray) -> torch.Tensor:
 
 # Checkpoints on this node's disk: `directory`/<lineage>/<first layer>-<last layer>.safetensors
 #
-#     body       the state as above, uint8: exact of the own stage; of a neighbour's as it arrived
-#     outer.*    own stage: state of averaging with other crews, of the same moment
-#     rng        own stage: torch's random generator
+#     body       the state as above, uint8: an own checkpoint in full form, a replica as it arrived
+#     outer.*    own checkpoint: state of averaging with other crews, of the same moment
+#     rng        own checkpoint: torch's random generator
 #     about      metadata, JSON: `CheckpointMetadata`
 #
 # A new checkpoint of a block of layers replaces the old one. A file that the present crew does not
@@ -993,7 +999,7 @@ this is 1.4 TB a day; a typical disk endures about 600 TB."""
 
 def stored_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
     """Return the stages whose checkpoints the holder of `stage` stores, its own first."""
-    if settings.keep_policy:
+    if settings.stores_all_stages:
         return (stage, *(other for other in range(stages) if other != stage))
     return (stage, *ring(stage, stages))
 
@@ -1012,7 +1018,7 @@ def checkpoint_interval(layouts: Iterable[Layout]) -> int:
     The largest stage of the crew decides for all, so that all members write after the same steps.
     After a power cut at all members, all disks have one common step.
     """
-    largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
+    largest = max((state_bytes(layout, "full") for layout in layouts), default=0)
     return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
 
 
@@ -1044,7 +1050,7 @@ class CheckpointMetadata(msgspec.Struct, frozen=True):
     identity: CheckpointIdentity
     stage: int
     own: bool
-    """True if this node trained the stage. Otherwise another member sent it."""
+    """True for an own checkpoint, False for a replica."""
     form: StateForm
     step: int
     squared_norm: float
@@ -1083,7 +1089,7 @@ class CheckpointStore:
         """Error of the last write of the own stage; None if it succeeded."""
         self._directory = directory
         self._identity: CheckpointIdentity | None = None
-        self._kept: dict[Path, CheckpointMetadata | None] = {}
+        self._files: dict[Path, CheckpointMetadata | None] = {}
         """Path → metadata of the files of the present crew; None for a missing file."""
         self._lock = threading.Lock()
         """Held while a file is written or read."""
@@ -1094,13 +1100,13 @@ class CheckpointStore:
         """Store checkpoints of these stages of a crew from now on."""
         with self._lock:
             self._identity = identity
-            self._kept = {
+            self._files = {
                 path: _read_metadata(self._directory / path) for path in map(identity.path, stages)
             }
 
     def metadata(self, stage: int) -> CheckpointMetadata | None:
         """Return the metadata of the checkpoint of `stage`; None if there is none."""
-        return None if self._identity is None else self._kept.get(self._identity.path(stage))
+        return None if self._identity is None else self._files.get(self._identity.path(stage))
 
     def read(self, stage: int) -> Checkpoint:
         """Return the checkpoint of `stage`.
@@ -1114,7 +1120,7 @@ class CheckpointStore:
             try:
                 return read_checkpoint(self._directory, path)
             except StateError:
-                self._kept[path] = None
+                self._files[path] = None
                 with contextlib.suppress(OSError):
                     (self._directory / path).unlink(missing_ok=True)
                 raise
@@ -1163,10 +1169,10 @@ class CheckpointStore:
                     unfinished.unlink(missing_ok=True)
                 raise OSError(str(error)) from None
             sync_directory(path.parent)
-            if metadata.path in self._kept:
-                self._kept[metadata.path] = metadata
+            if metadata.path in self._files:
+                self._files[metadata.path] = metadata
             if metadata.own:
-                self._clear_away(metadata.step)
+                self._delete_superseded(metadata.step)
 
     @property
     def busy(self) -> bool:
@@ -1205,14 +1211,14 @@ class CheckpointStore:
         finally:
             self.writing_metadata = None
 
-    def _clear_away(self, step: int) -> None:
+    def _delete_superseded(self, step: int) -> None:
         """Delete files that the present crew does not use and that have at most `step` steps."""
         try:
             for path in self._directory.glob("*/.*.tmp"):
                 path.unlink(missing_ok=True)
             for path in self._directory.glob("*/*.safetensors"):
                 relative = path.relative_to(self._directory)
-                if relative in self._kept:
+                if relative in self._files:
                     continue
                 metadata = _read_metadata(path)
                 if metadata is None or metadata.step <= step:
@@ -1292,8 +1298,8 @@ class StageInput:
 
 
 @dataclass(frozen=True)
-class SharedCheckpoint:
-    """Last checkpoint of the own stage for its neighbours, in memory."""
+class ReplicaCheckpoint:
+    """Last checkpoint of the own stage for its neighbours, encoded in memory."""
 
     step: int
     squared_norm: float
@@ -1325,7 +1331,8 @@ class Recorder(Observer):
         self.inputs: deque[StageInput] = deque(maxlen=settings.inputs)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
         """With `checkfree+`: end stage → (step, its embedding, or norm and head)."""
-        self.shared: SharedCheckpoint | None = None
+        self.replica: ReplicaCheckpoint | None = None
+        """Last checkpoint for the neighbours; None before the first."""
         self.policy_copy: tuple[int, bytes] | None = None
         """(step, encoded weights for policy copies) if a member asked since the last step."""
         self.unwritten: tuple[StageWorker, CheckpointMetadata] | None = None
@@ -1365,9 +1372,9 @@ class Recorder(Observer):
     def after_step(self) -> None:
         if self.sharing is None:
             return
-        if self.shared is not None and self.shared.step != self._announced:
-            self._announced = self.shared.step
-            self.sharing.announce("checkpoint", self.shared.step)
+        if self.replica is not None and self.replica.step != self._announced:
+            self._announced = self.replica.step
+            self.sharing.announce("checkpoint", self.replica.step)
         if self.spec.index in self.ends:
             self.sharing.announce("ends", self.ends[self.spec.index][0])
 
@@ -1377,38 +1384,39 @@ class Recorder(Observer):
             inputs.popleft()
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
-        """Make a checkpoint if the stage is to be written or shared after this step."""
+        """Write the own checkpoint, and make the neighbours' replica, if either is due."""
         optimizer, step, body = worker.optimizer, worker.participant.step, None
         metadata = store.describe(
-            self.spec.index, "exact", step, optimizer.squared_norm, optimizer.lr_scale
+            self.spec.index, "full", step, optimizer.squared_norm, optimizer.lr_scale
         )
         self.unwritten = worker, metadata
         if step % self._every == 0 and not store.busy:
             body = self._write(worker, metadata, store)
         if self.settings.uses_checkpoints(self.spec) and step % self.settings.checkpoint_every == 0:
-            self.share(worker, body)
+            self.make_replica(worker, body)
 
     def _write(
         self, worker: StageWorker, metadata: CheckpointMetadata, store: CheckpointStore
     ) -> bytearray:
-        body = encode_state(live_state(worker), self._layout, "exact")
+        body = encode_state(live_state(worker), self._layout, "full")
         more = {f"outer.{name}": tensor for name, tensor in self._outer().items()}
         more["rng"] = torch.get_rng_state()
         if store.write_soon(Checkpoint(metadata, as_tensor(body), more)):
             self.unwritten = None
         return body
 
-    def share(self, worker: StageWorker, exact: bytearray | None = None) -> None:
-        """Make the checkpoint for the neighbours. Call it between two steps.
+    def make_replica(self, worker: StageWorker, full: bytearray | None = None) -> None:
+        """Make the replica checkpoint for the neighbours. Call it between two steps.
 
         Args:
-            exact: The stage in exact form, if it was encoded already.
+            full: The stage in full form, if it was encoded already.
         """
-        state, form = live_state(worker), neighbour_form(self._layout, self.settings)
-        if exact is None or form != "exact":
-            self.shared = None  # memory may not hold two checkpoints
-            exact = encode_state(state, self._layout, form)
-        self.shared = SharedCheckpoint(state.step, state.squared_norm, exact)
+        state, form = live_state(worker), replica_form(self._layout, self.settings)
+        body = full if form == "full" else None
+        if body is None:
+            self.replica = None  # memory may not hold two checkpoints
+            body = encode_state(state, self._layout, form)
+        self.replica = ReplicaCheckpoint(state.step, state.squared_norm, body)
 
     def write_last(self) -> None:
         """Write the worker's last step at the end of the trainer, if it is not on disk. If the next
@@ -1525,31 +1533,31 @@ class LocalStage:
         """Return a spec that shows which end `stage` is. It has no layers."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
-    def shape(self, what: StateBody, of: int) -> tuple[Layout, StateForm]:
-        """Return the tensors and the form of a body of stage `of`.
+    def expected_body(self, kind: StateBody, owner: int) -> tuple[Layout, StateForm]:
+        """Return the tensors and the form of a body of stage `owner`.
 
         A tied embedding has the name that it has at this end, also if the other end sent it.
         """
-        layout = self.layouts[of]
-        if what == "checkpoint":
-            return layout, neighbour_form(layout, self.settings)
-        if what == "layers":
+        layout = self.layouts[owner]
+        if kind == "checkpoint":
+            return layout, replica_form(layout, self.settings)
+        if kind == "layers":
             return tuple(spec for spec in layout if ".layers." in spec.name), "plain"
-        if what == "ends":
-            names = end_names(self.spec_of(of))
+        if kind == "ends":
+            names = end_names(self.spec_of(owner))
             return tuple(spec for spec in layout if spec.name in names), "plain"
         name = "model.embed_tokens.weight" if self.spec.has_embedding else "lm_head.weight"
-        return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "exact"
+        return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "full"
 
-    def size(self, of: int, have: HaveMessage) -> int:
-        """Return the length that a body of stage `of` must have.
+    def expected_bytes(self, owner: int, have: HaveMessage) -> int:
+        """Return the length that a body of stage `owner` must have.
 
         Raises:
             BadMessage: The reason is `size` or `schema`.
         """
         match have.what:
             case "copy":
-                layout = copied_layout(self.spec_of(of), self.layouts[of])
+                layout = copied_layout(self.spec_of(owner), self.layouts[owner])
                 most = copy_bytes(layout, adapter=self.base is None)
                 least = most if self.base is None else 0
                 if not least <= have.size <= most:
@@ -1557,8 +1565,8 @@ class LocalStage:
                 return have.size
             case "output":
                 raise BadMessage("schema", "an output that is part of a stage")
-            case what:
-                return state_bytes(*self.shape(what, of))
+            case kind:
+                return state_bytes(*self.expected_body(kind, owner))
 
     async def policy_copy(self, compute: WorkRunner) -> tuple[int, bytes]:
         """Return (step, weights encoded for a policy copy). They are encoded once per step.
@@ -1587,7 +1595,7 @@ class LocalStage:
 
 # The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
 #
-# `StatePeer` is this member. `StateFetcher` sends requests, `StateServer` answers them,
+# `StateExchange` is this member. `StateFetcher` sends requests, `StateServer` answers them,
 # `CheckpointSharing` announces and fetches new checkpoints, and `StateChannel` has the streams. A
 # request returns a body, in chunks. Chunks of several bodies alternate. A request fails when
 # nothing arrives for `seconds`. Invalid input is counted. After MAX_BAD_MESSAGES invalid messages
@@ -1608,7 +1616,7 @@ Incoming = tuple[wire.AnyStateMessage, bytes]
 Handler = Callable[[int, wire.AnyStateMessage, bytes], None]
 
 
-class StatePeer:
+class StateExchange:
     """This member's end of the state streams in one crew.
 
     Args:
@@ -1696,7 +1704,7 @@ class StateFetcher:
         def size(have: HaveMessage) -> int:
             if have.step > self._channel.step + 1:  # stages are at most one step apart
                 raise BadMessage("bounds", f"{have.what} of step {have.step}, which is to come")
-            return self._stage.size(of, have)
+            return self._stage.expected_bytes(of, have)
 
         partial_bodies = self._stage.partial_bodies
         partial_body = (
@@ -1712,7 +1720,7 @@ class StateFetcher:
         """Return stage `of`, or a part of it, from the holder of stage `holder`. Wait while that
         stage is being restored."""
         have, body = await self._retry_while_loading(holder, lambda: self.body(holder, what, of))
-        layout, form = self._stage.shape(what, of)
+        layout, form = self._stage.expected_body(what, of)
         decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
         with self._channel.counting_bad_messages(holder):
             return await self._channel.compute(decode)
@@ -1865,8 +1873,8 @@ class StateServer:
         at = want.at if want is not None and want.root == root else 0
         if at >= len(data):
             raise BadMessage("bounds", f"byte {at} of {len(data)}")
-        to_keep = want is not None and (want.what, want.of) == ("checkpoint", own)
-        await channel.send_body(stage, have, data, at, background=to_keep)
+        is_replica = want is not None and (want.what, want.of) == ("checkpoint", own)
+        await channel.send_body(stage, have, data, at, background=is_replica)
         return None
 
     async def _find_body(
@@ -1889,9 +1897,9 @@ class StateServer:
         if of not in (stage, spec.index):
             return None
         match asked.what:
-            case "checkpoint" if of == spec.index and recorder.shared is not None:
-                shared = recorder.shared
-                return ServedBody(shared.step, lambda: shared.body, shared.squared_norm)
+            case "checkpoint" if of == spec.index and recorder.replica is not None:
+                replica = recorder.replica
+                return ServedBody(replica.step, lambda: replica.body, replica.squared_norm)
             case "checkpoint" if of != spec.index and (store := local.store) is not None:
                 if (stored := store.metadata(of)) is not None:
                     read = lambda: store.read(of).body.numpy().data
@@ -1899,7 +1907,9 @@ class StateServer:
             case "ends" if of in recorder.ends:
                 ends_step, tensors = recorder.ends[of]
                 state = StageState(ends_step, tensors)
-                return ServedBody(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
+                return ServedBody(
+                    ends_step, lambda: encode_state(state, *local.expected_body("ends", of))
+                )
             case "copy":
                 copy_step, copy = await local.policy_copy(self._channel.compute)
                 return ServedBody(copy_step, lambda: copy)
@@ -1907,7 +1917,7 @@ class StateServer:
                 norm = 0.0 if worker is None else worker.optimizer.squared_norm
                 return ServedBody(step, lambda: self._encode_now("layers"), norm)
             case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
-                if local.shape("tied", of)[0]:
+                if local.expected_body("tied", of)[0]:
                     return ServedBody(step, lambda: self._encode_now("tied"))
         return None
 
@@ -1919,7 +1929,7 @@ class StateServer:
         else:
             state = local.restored or StageState(self._channel.step, {})
             state = replace(state, weights=trained(local.runtime))
-        return encode_state(state, *local.shape(what, local.spec.index))
+        return encode_state(state, *local.expected_body(what, local.spec.index))
 
 
 class CheckpointSharing:
@@ -1946,34 +1956,35 @@ class CheckpointSharing:
             self._channel.post(stage, wire.AnnounceMessage(self._channel.place, 0, what, step))
 
     def offer_checkpoint(self, step: int) -> None:
-        """Announce this stage's checkpoint to a new crew. Make one if it is not recent enough."""
+        """Announce this stage's replica checkpoint to a new crew. Make one if it is not recent
+        enough."""
         recorder, settings = self._stage.recorder, self._stage.settings
         if self._stage.store is None or not settings.uses_checkpoints(self._stage.spec) or not step:
             return
-        shared = recorder.shared
-        if shared is not None and step - settings.checkpoint_every < shared.step <= step:
-            self.announce("checkpoint", shared.step)
+        replica = recorder.replica
+        if replica is not None and step - settings.checkpoint_every < replica.step <= step:
+            self.announce("checkpoint", replica.step)
         elif self._channel.streams:
-            self._channel.spawn(self._share)
+            self._channel.spawn(self._make_replica)
 
-    async def _share(self) -> None:
+    async def _make_replica(self) -> None:
         worker, recorder = self._stage.worker, self._stage.recorder
         assert worker is not None
         with self._channel.counting_failures():
             async with worker.optimizer.moving:  # not during a step
-                await self._channel.compute(partial(recorder.share, worker))
-            assert recorder.shared is not None
-            self.announce("checkpoint", recorder.shared.step)
+                await self._channel.compute(partial(recorder.make_replica, worker))
+            assert recorder.replica is not None
+            self.announce("checkpoint", recorder.replica.step)
 
     def handle_announcement(self, stage: int, new: wire.AnnounceMessage) -> None:
         """Start to fetch a new body of another member, if this member stores it."""
         own, stages = self._stage.spec.index, self._stage.spec.stages
         if new.what == "checkpoint":
-            kept = stored_stages(own, stages, self._stage.settings)
-            is_kept = self._stage.store is not None and stage in kept
+            stored = stored_stages(own, stages, self._stage.settings)
+            is_stored = self._stage.store is not None and stage in stored
         else:
-            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
-        if not is_kept:
+            is_stored = (stage, own) in ((0, 1), (stages - 1, stages - 2))
+        if not is_stored:
             return
         is_fetching = (stage, new.what) in self._newest
         self._newest[stage, new.what] = new
@@ -1993,7 +2004,7 @@ class CheckpointSharing:
             except PeerError:
                 pass  # the next body is announced again
             except OSError as error:
-                log.warning("neighbour's checkpoint not stored", stage=stage, error=str(error))
+                log.warning("replica checkpoint not stored", stage=stage, error=str(error))
                 self._channel.refused["failed"] += 1
         del self._newest[stage, what]
 
@@ -2016,11 +2027,13 @@ class CheckpointSharing:
         """
         local, recorder = self._stage, self._stage.recorder
         if have.what == "ends":
-            state = decode_state(as_tensor(body), *local.shape("ends", stage), have.step, 0.0)
+            state = decode_state(
+                as_tensor(body), *local.expected_body("ends", stage), have.step, 0.0
+            )
             recorder.ends[stage] = have.step, dict(state.weights)
         else:
             assert local.store is not None
-            layout, form = local.shape("checkpoint", stage)
+            layout, form = local.expected_body("checkpoint", stage)
             check_state(as_tensor(body), layout, form)
             metadata = local.store.describe(stage, form, have.step, have.squared_norm)
             local.store.write(Checkpoint(metadata, as_tensor(body)))

@@ -126,8 +126,8 @@ from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
     StageInput,
     StageRecovery,
-    StatePeer,
-    check_paper,
+    StateExchange,
+    check_checkfree,
     read_work,
     recovery_settings,
     run_one,
@@ -250,8 +250,8 @@ class CrewTrainer:
             )
             stack.callback(self._recovery.close)
             if c.stages.policy_copy in ("memory", "both"):
-                peer = lambda: self._recovery.peer
-                self.policy_copy = PolicyCopy(self._model, peer, cached_tokens(c.training))
+                exchange = lambda: self._recovery.exchange
+                self.policy_copy = PolicyCopy(self._model, exchange, cached_tokens(c.training))
             self._link = Link(
                 c.node.data_dir, self._greet, self._receive_weights, self._receive_stages
             )
@@ -1677,16 +1677,16 @@ class AverageProbe:
     def __init__(self) -> None:
         self.step_seconds = 0.0
         """Duration of the last step."""
-        self._peer: StatePeer | None = None
+        self._exchange: StateExchange | None = None
         self._token: trio.lowlevel.TrioToken | None = None
 
-    def open(self, peer: StatePeer) -> None:
-        """Start to judge with the state streams of `peer`. Call it in the crew's thread."""
-        self._peer, self._token = peer, trio.lowlevel.current_trio_token()
+    def open(self, exchange: StateExchange) -> None:
+        """Start to judge with the state streams of `exchange`. Call it in the crew's thread."""
+        self._exchange, self._token = exchange, trio.lowlevel.current_trio_token()
 
     def close(self) -> None:
         """Stop to judge: the crew has ended."""
-        self._peer = None
+        self._exchange = None
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         """Start to compare two sets of weights, named as in the whole model.
@@ -1701,23 +1701,25 @@ class AverageProbe:
         Returns:
             False if there are too few completions to judge by; then `answer` is not called.
         """
-        peer, token = self._peer, self._token
-        if peer is None or token is None:
+        exchange, token = self._exchange, self._token
+        if exchange is None or token is None:
             return False
-        known = list(peer.stage.recorder.inputs)
-        rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
+        known = list(exchange.stage.recorder.inputs)
+        rewarded = (
+            sum(len(_completions(exchange, edge, better=True)) for edge in known) >= LEAST_PROBE
+        )
         judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
             if count < PROBE_SEQUENCES:  # more take minutes over a home connection at 7 B
-                judged.append((edge, _completions(peer, edge, better=rewarded)))
+                judged.append((edge, _completions(exchange, edge, better=rewarded)))
                 count += len(judged[-1][1])
         if count < LEAST_PROBE:
             return False
         seconds = VERDICT_SECONDS[0] + VERDICT_SECONDS[1] * self.step_seconds
 
         def begin() -> None:
-            work = lambda: _judge(peer, judged, rewarded, mine, mean, answer, seconds)
-            if not peer.channel.spawn(work):  # the crew has ended
+            work = lambda: _judge(exchange, judged, rewarded, mine, mean, answer, seconds)
+            if not exchange.channel.spawn(work):  # the crew has ended
                 answer(None)
 
         try:
@@ -1728,7 +1730,7 @@ class AverageProbe:
 
 
 async def _judge(
-    peer: StatePeer,
+    exchange: StateExchange,
     known: Sequence[tuple[StageInput, list[int]]],
     rewarded: bool,
     mine: Mapping[str, torch.Tensor],
@@ -1747,14 +1749,16 @@ async def _judge(
     try:
         with trio.move_on_after(seconds):
             as_is, averaged = [
-                await peer.channel.compute(partial(_with_tensors, peer.stage.runtime, tensors))
+                await exchange.channel.compute(
+                    partial(_with_tensors, exchange.stage.runtime, tensors)
+                )
                 for tensors in (mine, mean)
             ]
             before, after = list[float](), list[float]()
             for edge, chosen in known:
-                found = await _logprobs(peer, edge, chosen, as_is)
+                found = await _logprobs(exchange, edge, chosen, as_is)
                 try:
-                    after += await _logprobs(peer, edge, chosen, averaged)
+                    after += await _logprobs(exchange, edge, chosen, averaged)
                 except (Incompatible, ValueError):  # a number with the average is not finite
                     after += [-math.inf] * len(found)
                 before += found
@@ -1767,9 +1771,9 @@ async def _judge(
         answer(losses)
 
 
-def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:
+def _completions(exchange: StateExchange, edge: StageInput, better: bool) -> list[int]:
     """Return the completions of `edge`; only those with an advantage above zero if `better`."""
-    work = read_work(edge, peer.stage.limits)
+    work = read_work(edge, exchange.stage.limits)
     if not better:
         return list(range(len(work.completion_lengths)))
     loss = work.loss
@@ -1777,7 +1781,7 @@ def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:
 
 
 async def _logprobs(
-    peer: StatePeer, edge: StageInput, completions: list[int], runtime: StageRuntime
+    exchange: StateExchange, edge: StageInput, completions: list[int], runtime: StageRuntime
 ) -> list[float]:
     """Return the log-probabilities of the tokens of some completions.
 
@@ -1785,12 +1789,12 @@ async def _logprobs(
         PeerError: a stage is gone.
         Incompatible, ValueError: a number is not finite.
     """
-    work, spec = read_work(edge, peer.stage.limits), peer.stage.spec
+    work, spec = read_work(edge, exchange.stage.limits), exchange.stage.spec
     x = b"" if spec.has_embedding else edge.body
-    x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
+    x = await exchange.channel.compute(lambda: run_one(runtime, work, x, exchange.stage.codec))
     tokens = sum(work.completion_lengths)
     for stage in range(spec.index + 1, spec.stages):
-        x = await peer.fetch.run_at(stage, edge, tokens, x)
+        x = await exchange.fetch.run_at(stage, edge, tokens, x)
     rows = torch.from_numpy(unpack_logprobs(x).copy()).split(list(work.completion_lengths))
     chosen = torch.cat([rows[i] for i in completions] or [torch.zeros(0)])
     if not bool(torch.isfinite(chosen).all()):
@@ -1969,7 +1973,7 @@ def open_model(
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_split(hf)
-        check_paper(terms.recovery, config.stages.stages, adapter=terms.lora.r > 0)
+        check_checkfree(terms.recovery, config.stages.stages, adapter=terms.lora.r > 0)
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )

@@ -1650,8 +1650,8 @@ STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed")
 """STATE_REASONS, and two more. `busy`: a member sent too many requests at a time. `failed`: this
 node's disk or device failed at a request."""
 ROOT_BYTES: Final = 32
-StateForm = Literal["exact", "small", "plain"]
-"""exact: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32
+StateForm = Literal["full", "small", "plain"]
+"""full: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32
 weights."""
 StatePhase = Literal["starting", "restoring", "ready"]
 """starting: it is not known yet whether the stage has weights. restoring: it has none. ready: it
@@ -1763,9 +1763,9 @@ def hash_body(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: StateForm) -> int:
-    """Return the length of a state in bytes. The exact form has a float32 count for each tensor."""
-    per_value = {"exact": 12, "small": 2, "plain": 4}[form]
-    return per_value * elements(layout) + (4 * len(layout) if form == "exact" else 0)
+    """Return the length of a state in bytes. The full form has a float32 count for each tensor."""
+    per_value = {"full": 12, "small": 2, "plain": 4}[form]
+    return per_value * elements(layout) + (4 * len(layout) if form == "full" else 0)
 
 
 def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:

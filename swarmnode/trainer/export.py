@@ -281,7 +281,7 @@ def read_stages(
             )
         except BadMessage as error:
             raise StateError(f"{path}: {error}") from None
-        dtype = torch.float32 if found.metadata.form == "exact" else torch.bfloat16
+        dtype = torch.float32 if found.metadata.form == "full" else torch.bfloat16
         tensors = {
             spec.whole_name(name): tensor.to(dtype) for name, tensor in decoded.weights.items()
         }

@@ -200,8 +200,8 @@ def test_corrections_match_the_trainer(document, kind, level):
 def test_checkfree_matches_recovery(document):
     left, right = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 4.0, 2.5])
     for a, b in ((3.0, 1.0), (0.0, 0.0), (0.0, 2.0)):
-        before = recovery.Neighbour({"model.layers.0.x": left}, a)
-        after = recovery.Neighbour({"model.layers.0.x": right}, b)
+        before = recovery.NeighbourLayers({"model.layers.0.x": left}, a)
+        after = recovery.NeighbourLayers({"model.layers.0.x": right}, b)
         spec = recovery.StageSpec(1, 3, 1, 2, False)
         ours = recovery.average(before, after, spec)["model.layers.0.x"]
         got = document["checkfree"]((left.tolist(), a), (right.tolist(), b))

@@ -27,7 +27,7 @@ from swarmnode.stages.recovery import (
     Recorder,
     RecoverySettings,
     RestoredStage,
-    StatePeer,
+    StateExchange,
     restore,
     stage_layouts,
     stored_stages,
@@ -67,7 +67,7 @@ class Fleet:
     step: int = 0
     epoch: int = 0
     stations: list[Station] = field(default_factory=list)
-    peers: list[StatePeer] = field(default_factory=list)
+    peers: list[StateExchange] = field(default_factory=list)
     restored: dict[int, RestoredStage] = field(default_factory=dict)
     """Stages restored under the last roster."""
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Fleet:
             )
 
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
-        settings = replace(self.settings, keep_policy=spec.index in self.keepers)
+        settings = replace(self.settings, stores_all_stages=spec.index in self.keepers)
         store = CheckpointStore(directory / CHECKPOINTS)
         store.begin(self.identity, stored_stages(spec.index, spec.stages, settings))
         watch = Recorder(spec, settings, self.layouts, store)
@@ -153,7 +153,7 @@ class Fleet:
                 station.watch,
                 station.store,
             )
-            self.peers.append(StatePeer(local, fence, streams[i], run_inline))
+            self.peers.append(StateExchange(local, fence, streams[i], run_inline))
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:
             for peer in self.peers:
@@ -190,7 +190,7 @@ class Fleet:
             if station.member is not None:
                 peer.attach(station.member, self.step)
 
-    def _start_stage(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
+    def _start_stage(self, station: Station, member: StageWorker, peer: StateExchange) -> None:
         old = station.member
         if old is not None:
             member.optimizer = old.optimizer

@@ -94,7 +94,7 @@ def copies_peak(case: dict[str, Any]) -> float:
         store.begin(identity, (1,))
         recorder = Recorder(
             spec,
-            RecoverySettings(case["checkpoint_every"], exact_bytes=0),
+            RecoverySettings(case["checkpoint_every"], full_bytes=0),
             [trained_layout(worker.runtime.model)] * 3,
             store,
         )

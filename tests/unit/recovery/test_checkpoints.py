@@ -42,12 +42,12 @@ def state_of(step, seed=1):
 
 
 def checkpoint(step, identity=OURS, stage=1, own=True, **more):
-    body = encode_state(state_of(step, step), LAYOUT, "exact")
+    body = encode_state(state_of(step, step), LAYOUT, "full")
     about = CheckpointMetadata(
         identity,
         stage,
         own,
-        "exact",
+        "full",
         step,
         2.5,
         LrScale(1.1, 10, 3),
@@ -69,9 +69,9 @@ def same(mine, theirs):
 
 def test_exact_state_is_equal_and_small_state_is_rounded():
     state = state_of(4)
-    body = encode_state(state, LAYOUT, "exact")
-    assert len(body) == state_bytes(LAYOUT, "exact")
-    back = decode_state(as_tensor(body), LAYOUT, "exact", 4, 2.5)
+    body = encode_state(state, LAYOUT, "full")
+    assert len(body) == state_bytes(LAYOUT, "full")
+    back = decode_state(as_tensor(body), LAYOUT, "full", 4, 2.5)
     for part in ("weights", "first", "second"):
         assert same(getattr(back, part), getattr(state, part))
     assert back.counts == state.counts
@@ -87,11 +87,11 @@ def test_a_tensor_without_moments_has_none_afterwards():
     state = StageState(
         4, state.weights, {"a": state.first["a"]}, {"a": state.second["a"]}, {"a": 1}
     )
-    back = decode_state(as_tensor(encode_state(state, LAYOUT, "exact")), LAYOUT, "exact", 4, 0.0)
+    back = decode_state(as_tensor(encode_state(state, LAYOUT, "full")), LAYOUT, "full", 4, 0.0)
     assert set(back.first) == set(back.counts) == {"a"}
 
 
-@pytest.mark.parametrize("form", ["exact", "small"])
+@pytest.mark.parametrize("form", ["full", "small"])
 def test_bytes_that_are_no_state_are_refused(form):
     body = encode_state(state_of(1), LAYOUT, form)
     with pytest.raises(BadMessage, match="size"):
@@ -100,13 +100,11 @@ def test_bytes_that_are_no_state_are_refused(form):
     broken[-2:] = b"\xff\xff"  # NaN in both formats
     with pytest.raises(BadMessage, match="not_finite"):
         decode_state(as_tensor(broken), LAYOUT, form, 1, 0.0)
-    if form == "exact":
+    if form == "full":
         state = state_of(1)
         negative = StageState(1, state.weights, {}, {"a": -state.second["a"]}, {"a": 1.0})
         with pytest.raises(BadMessage, match="bounds"):
-            decode_state(
-                as_tensor(encode_state(negative, LAYOUT, "exact")), LAYOUT, "exact", 1, 0.0
-            )
+            decode_state(as_tensor(encode_state(negative, LAYOUT, "full")), LAYOUT, "full", 1, 0.0)
 
 
 def test_checkpoint_is_read_with_its_metadata(store, tmp_path):

@@ -41,11 +41,13 @@ def base(models, tmp_path):
 def fleet(models, base, tmp_path):
     made = []
 
-    def build(keepers=(1,), lora=0, exact=2**28, layers=(1, 1, 1, 1), **settings):
+    def build(keepers=(1,), lora=0, full_bytes=2**28, layers=(1, 1, 1, 1), **settings):
         model = copy.deepcopy(models["llama"])
         if lora:
             model = get_peft_model(model, lora_settings(policy_of(base, lora)))
-        chosen = RecoverySettings(checkpoint_every=2, seconds=30.0, exact_bytes=exact, **settings)
+        chosen = RecoverySettings(
+            checkpoint_every=2, seconds=30.0, full_bytes=full_bytes, **settings
+        )
         owner = state.owner(fingerprint(base), lora)
         one = Fleet(
             model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
@@ -134,14 +136,14 @@ async def test_three_stages_are_all_ring_neighbours(fleet, base, tmp_path):
 
 
 async def test_small_checkpoints_are_exported_as_they_are(fleet, base, tmp_path):
-    crew = fleet(exact=1, layers=(1, 1, 1, 1), keepers=(0, 1))
+    crew = fleet(full_bytes=1, layers=(1, 1, 1, 1), keepers=(0, 1))
     await train(crew, 6)
     told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert set(told.stages) == {6}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     expected = dict(whole(crew).named_parameters())
     for name, p in model.named_parameters():
-        own = "layers.1." in name  # the own checkpoint is exact
+        own = "layers.1." in name  # the own checkpoint is full
         assert torch.equal(p, expected[name] if own else expected[name].bfloat16().float())
 
 

@@ -136,12 +136,12 @@ async def test_own_checkpoint_is_current_only_within_one_step(fleet):
     async with mine.up(step=4) as crew:
         assert crew is not None
         assert source(mine, 1) == "checkpoint"
-        assert mine.restored[1].source.current
+        assert mine.restored[1].source.usable
     mine.kill(1, disk=True)
     async with mine.up(step=9) as crew:
         assert crew is not None
         assert source(mine, 1) == "checkpoint"
-        assert not mine.restored[1].source.current
+        assert not mine.restored[1].source.usable
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
@@ -186,7 +186,7 @@ async def test_any_one_disk_may_be_lost(fleet):
 
 
 async def test_small_checkpoint_is_rounded_and_its_rate_warms_up(fleet):
-    mine = fleet(settings={"exact_bytes": 0})
+    mine = fleet(settings={"full_bytes": 0})
     await train(mine, 3)
     before = {n: t for n, t in mine.weights().items() if n.startswith("1 ")}
     mine.kill(1)

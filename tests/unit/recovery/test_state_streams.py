@@ -21,7 +21,7 @@ from swarmnode.stages.recovery import (
     Recorder,
     RecoverySettings,
     StageState,
-    StatePeer,
+    StateExchange,
     encode_state,
     host_copy,
     stage_layouts,
@@ -43,7 +43,7 @@ async def quiet():
 
 
 class Member:
-    """Stage 1 of three with a real `StatePeer`; the test is stages 0 and 2."""
+    """Stage 1 of three with a real `StateExchange`; the test is stages 0 and 2."""
 
     def __init__(self, model, tmp_path, settings=SETTINGS, partial_bodies=None):
         pieces = split_model(model, [1, 2, 1])
@@ -65,7 +65,7 @@ class Member:
             self.store,
             partial_bodies={} if partial_bodies is None else partial_bodies,
         )
-        self.peer = StatePeer(self.stage, Fence(Place(CREW, 1, 9), 3), far, run_inline)
+        self.peer = StateExchange(self.stage, Fence(Place(CREW, 1, 9), 3), far, run_inline)
 
     def work(self, step=9):
         """The stage has its weights."""
@@ -89,7 +89,7 @@ class Member:
             {n: t.square() for n, t in weights.items()},
             dict.fromkeys(weights, 9.0),
         )
-        return encode_state(state, self.layouts[stage], "exact")
+        return encode_state(state, self.layouts[stage], "full")
 
     async def send(self, stage, message, body=b""):
         await self.ends[stage].send_all(wire.pack_state(message, body))
@@ -187,7 +187,7 @@ async def test_a_negative_second_moment_is_refused(member):
     negative = {name: -t.square() for name, t in weights.items()}
     state = StageState(9, weights, weights, negative, dict.fromkeys(weights, 1.0))
     want = await member.offer(0)
-    body = encode_state(state, member.layouts[0], "exact")
+    body = encode_state(state, member.layouts[0], "full")
     await member.give(0, want.request, "checkpoint", body)
     assert member.peer.channel.refused == {"bounds": 1}
 
@@ -236,7 +236,7 @@ async def test_small_messages_overtake_a_body(member):
     member.work()
     await member.answer(0)
     recorder = member.recorder
-    recorder.shared = replace(recorder.shared, body=bytearray(8 * wire.CHUNK_BYTES))
+    recorder.replica = replace(recorder.replica, body=bytearray(8 * wire.CHUNK_BYTES))
     await member.send(0, member.want(0, "checkpoint", 1))
     await member.answer(0)
     member.peer.channel.post(0, wire.StoredMessage(member.place(1), 0, 2))
@@ -352,7 +352,7 @@ async def test_layers_are_served_only_in_checkfree_modes(models, tmp_path, membe
         await one.send(0, one.want(0, "layers", 1))
         have, body = await one.whole(0)
         assert have.squared_norm == 2.25
-        layout, form = one.stage.shape("layers", 1)
+        layout, form = one.stage.expected_body("layers", 1)
         layers = recovery.decode_state(recovery.as_tensor(bytearray(body)), layout, form, 9, 2.25)
         assert layers.weights
         assert all(torch.equal(t, trained(one.runtimes[1])[n]) for n, t in layers.weights.items())

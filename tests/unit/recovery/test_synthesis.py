@@ -5,9 +5,9 @@ import torch
 
 from swarmnode.errors import Incompatible, Refused
 from swarmnode.stages.recovery import (
-    Neighbour,
+    NeighbourLayers,
     RecoverySettings,
-    check_paper,
+    check_checkfree,
     synthesise,
 )
 from swarmnode.stages.wire import swapped_order
@@ -18,7 +18,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 
 def neighbour(model, layers, index, squared_norm):
     _, stage = split_model(model, layers)[index]
-    return Neighbour({name: p.detach() for name, p in stage.named_parameters()}, squared_norm)
+    return NeighbourLayers({name: p.detach() for name, p in stage.named_parameters()}, squared_norm)
 
 
 @pytest.fixture
@@ -43,19 +43,19 @@ def test_less_converged_neighbour_weighs_more(four):
     specs, stages, _ = four
     towards = synthesise(
         specs[2],
-        Neighbour(stages[1].layers, 1e-9),
-        Neighbour(stages[3].layers, 1e9),
+        NeighbourLayers(stages[1].layers, 1e-9),
+        NeighbourLayers(stages[3].layers, 1e9),
     )
     assert torch.equal(towards[NAME], stages[3].layers[NAME])
     some = synthesise(
         specs[2],
-        Neighbour(stages[1].layers, 1.0),
-        Neighbour(stages[3].layers, 3.0),
+        NeighbourLayers(stages[1].layers, 1.0),
+        NeighbourLayers(stages[3].layers, 3.0),
     )
     same = synthesise(
         specs[2],
-        Neighbour(stages[1].layers, 1e200),
-        Neighbour(stages[3].layers, 3e200),
+        NeighbourLayers(stages[1].layers, 1e200),
+        NeighbourLayers(stages[3].layers, 3e200),
     )
     assert torch.allclose(some[NAME], same[NAME])
 
@@ -63,7 +63,7 @@ def test_less_converged_neighbour_weighs_more(four):
 def test_checkfree_without_gradients_is_the_mean(four):
     specs, stages, _ = four
     mean = (stages[0].layers[NAME] + stages[2].layers[NAME]) / 2
-    still = [Neighbour(stages[i].layers, 0.0) for i in (0, 2)]
+    still = [NeighbourLayers(stages[i].layers, 0.0) for i in (0, 2)]
     assert torch.allclose(synthesise(specs[1], *still)[NAME], mean, atol=1e-7)
 
 
@@ -97,10 +97,10 @@ def test_lost_or_unlike_neighbours_are_no_source(four, models):
     with pytest.raises(Incompatible, match="2 layers"):
         synthesise(specs[1], stages[0], neighbour(model, [2, 2], 1, 1.0))
     with pytest.raises(Incompatible, match="norms"):
-        synthesise(specs[1], stages[0], Neighbour(stages[2].layers, float("nan")))
+        synthesise(specs[1], stages[0], NeighbourLayers(stages[2].layers, float("nan")))
     broken = {**stages[2].layers, NAME: torch.full_like(stages[2].layers[NAME], float("inf"))}
     with pytest.raises(Incompatible, match="finite"):
-        synthesise(specs[1], stages[0], Neighbour(broken, 1.0))
+        synthesise(specs[1], stages[0], NeighbourLayers(broken, 1.0))
 
 
 def test_swapped_order_exchanges_the_first_and_the_last_two():
@@ -121,9 +121,9 @@ def test_swapped_order_exchanges_the_first_and_the_last_two():
 )
 def test_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, adapter, match):
     with pytest.raises(Refused, match=match):
-        check_paper(mode, stages, adapter)
+        check_checkfree(mode, stages, adapter)
 
 
 def test_checkpoints_allow_adapters_and_few_stages():
-    check_paper("checkpoints", 2, adapter=True)
-    check_paper("checkfree", 3, adapter=False)
+    check_checkfree("checkpoints", 2, adapter=True)
+    check_checkfree("checkfree", 3, adapter=False)

@@ -19,7 +19,7 @@ from swarmnode.stages.recovery import (
     LocalStage,
     Recorder,
     RecoverySettings,
-    StatePeer,
+    StateExchange,
     trained_layout,
 )
 from swarmnode.stages.trainer import open_model
@@ -63,7 +63,7 @@ class One:
             recorder,
             base=tensor_reader(model.directory),
         )
-        self.peer, self.layers = StatePeer(stage, fence, {}, run_in_thread), layers
+        self.peer, self.layers = StateExchange(stage, fence, {}, run_in_thread), layers
         self.worker = StageWorker(
             runtime, Links(0, {}, model.limits()), fence, model.settings(), run_inline
         )

@@ -376,7 +376,8 @@ async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatc
             if step == 3 and source:
                 outer = [trainer._averaging.tensors() for trainer in trainers]
                 assert all(
-                    t._averaging.probe._peer is t._recovery.peer is not None for t in trainers
+                    t._averaging.probe._exchange is t._recovery.exchange is not None
+                    for t in trainers
                 ), "averages can be judged"
                 for stage in (1, 2):
                     trainers[stage].stop()
@@ -408,7 +409,7 @@ async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatc
             if source and step < 3:  # likewise while a checkpoint is on its way to a neighbour
                 await until(
                     lambda step=step: all(
-                        sorted(t._recovery.peer.sharing.stored_steps.values()) == [step + 1] * 2
+                        sorted(t._recovery.exchange.sharing.stored_steps.values()) == [step + 1] * 2
                         for t in trainers
                     ),
                     seconds=60,
