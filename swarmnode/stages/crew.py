@@ -838,9 +838,9 @@ def plan_crew(
         return is_ours, -len(plan.lost), plan.record.step, plan.record.lineage
 
     best = max((plan for plan in plans if waited >= required_wait(plan)), key=rank, default=None)
-    if best is not None and (me in member_peers(best.record) or waited < settings.lost_seconds):
+    if best is not None and (me in member_peers(best.record) or waited < settings.base_wait_seconds):
         return best
-    if waited < settings.lost_seconds:
+    if waited < settings.base_wait_seconds:
         if own is not None or plans:
             return None  # a crew that keeps trained steps may become possible
         candidates = {
@@ -879,7 +879,7 @@ def refusal_seconds(
         return 0.0
     if record.lineage == own.lineage and record.step > 0:
         return 0.0 if abs(record.step - own.step) <= 1 else settings.discard_wait_seconds
-    return settings.discard_wait_seconds if record.step > own.step else settings.lost_seconds
+    return settings.discard_wait_seconds if record.step > own.step else settings.base_wait_seconds
 
 
 def _plan_continuation(

@@ -1364,7 +1364,7 @@ def check_message(message: CrewMessage) -> None:
 class MembershipSettings(msgspec.Struct, frozen=True):
     """Constants of crew membership, and the operator's setting `stages`."""
 
-    lost_seconds: float = 600.0
+    base_wait_seconds: float = 600.0
     """A node that has taken steps starts from the base after this time without a crew."""
     stages: int = 0
     """Number of stages of a crew that starts from the base; 0 for the fewest that hold the

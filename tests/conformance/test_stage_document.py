@@ -142,7 +142,7 @@ def test_step_retention_matches_swarmnode(document):
                     HeldBlock(b"a" * 32, (2,), 0, 2, "neighbour"),
                 ]
                 given = [as_dict(copy) for copy in copies]
-                settings = MembershipSettings(lost_seconds=600.0)
+                settings = MembershipSettings(base_wait_seconds=600.0)
                 got = document["refusal_seconds"](given, {"lineage": lineage, "step": step})
                 assert got == crew.refusal_seconds(copies, record, settings)
                 seconds.add(got)

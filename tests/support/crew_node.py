@@ -46,7 +46,7 @@ QUICK = MembershipSettings(
     discard_wait_seconds=5.0,
     join_seconds=4.0,
     gone_seconds=8.0,
-    lost_seconds=25.0,
+    base_wait_seconds=25.0,
     strike_seconds=2.0,
 )
 """Timeouts of about half their real values. A request takes milliseconds of CPU, and all nodes of a

@@ -251,7 +251,7 @@ class CrewWorld:
     def __init__(self, seed: int, nodes: int, timeline: Timeline, directory: Path) -> None:
         self.seed, self.directory = seed, directory
         self.rng = random.Random(f"crews {seed}")
-        self.settings = wire.MembershipSettings(stages=4, lost_seconds=120.0)
+        self.settings = wire.MembershipSettings(stages=4, base_wait_seconds=120.0)
         self.cost = ModelCost(PartCost(0, 0), (PartCost(1.0, 0.01),) * 4, PartCost(0, 0))
         self.wires = Wires(
             random.Random(f"wires {seed}"), timeline, lambda a, b: Way(0.02, 0.01, 1e6)

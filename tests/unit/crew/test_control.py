@@ -29,7 +29,7 @@ from swarmnode.stages.wire import (
 )
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
-SETTINGS = wire.MembershipSettings(stages=2, lost_seconds=120.0)
+SETTINGS = wire.MembershipSettings(stages=2, base_wait_seconds=120.0)
 ACTIVE = wire.MemberStatus("active", 40)
 
 
@@ -218,8 +218,8 @@ def test_nodes_that_propose_to_each_other_refuse_and_try_again():
         (record("a", "b", step=38), SETTINGS.discard_wait_seconds),
         (record("a", "b", step=10**15), SETTINGS.discard_wait_seconds),
         (record("a", "b", step=50, lineage=b"x" * 32), SETTINGS.discard_wait_seconds),
-        (record("a", "b", step=30, lineage=b"x" * 32), SETTINGS.lost_seconds),
-        (record("a", "b", step=0, lineage=b"x" * 32), SETTINGS.lost_seconds),
+        (record("a", "b", step=30, lineage=b"x" * 32), SETTINGS.base_wait_seconds),
+        (record("a", "b", step=0, lineage=b"x" * 32), SETTINGS.base_wait_seconds),
     ],
 )
 def test_own_steps_are_discarded_only_after_waiting(of, seconds):

@@ -14,7 +14,7 @@ from swarmnode.stages.wire import (
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0))
-WAITS = MembershipSettings(stages=4, discard_wait_seconds=10.0, lost_seconds=100.0)
+WAITS = MembershipSettings(stages=4, discard_wait_seconds=10.0, base_wait_seconds=100.0)
 
 
 def copy(stage, step, where="memory", *, lineage=LINEAGE, layers=(1, 1, 1, 1)) -> HeldBlock:
@@ -128,7 +128,7 @@ def test_crew_cut_off_for_long_brings_everything_back():
 def test_base_comes_last():
     offers = {name: offer(copy(0, 9, layers=(1,)), memory=9.0) for name in "ab"}
     cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),), PartCost(0.0, 0.0))
-    waits = MembershipSettings(stages=1, lost_seconds=100.0)
+    waits = MembershipSettings(stages=1, base_wait_seconds=100.0)
     found = plan_crew("a", offers, cost, waits, 0.0)
     assert (found.record.step, members(found)) == (9, ("a",))
     lone = {"a": offer(copy(0, 9))}
@@ -178,7 +178,7 @@ def test_many_claims_cost_little_to_plan():
 
 def test_plan_does_not_wait_for_a_peer_that_claims_all_memory():
     offers = {name: offer() for name in "abcd"} | {"x": offer(memory=1e30, speed=1e30)}
-    found = plan_crew("a", offers, COST, MembershipSettings(lost_seconds=120.0), 0.0)
+    found = plan_crew("a", offers, COST, MembershipSettings(base_wait_seconds=120.0), 0.0)
     assert "a" in members(found)
 
 

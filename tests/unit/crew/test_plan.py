@@ -27,7 +27,7 @@ def offer(memory, speed=1.0):
 
 
 def planned(offers, cost, stages=0, distances=None, me="a"):
-    waits = MembershipSettings(lost_seconds=120.0, stages=stages)
+    waits = MembershipSettings(base_wait_seconds=120.0, stages=stages)
     plan = plan_crew(me, offers, cost, waits, 0.0, distances or {})
     return None if plan is None else plan.record
 
