@@ -61,7 +61,6 @@ from swarmnode.stages.wire import (
     CrewMember,
     CrewRecord,
     HeldBlock,
-    MembershipSettings,
     MemberStatus,
     ModelCost,
     Offer,
@@ -73,12 +72,164 @@ from swarmnode.stages.wire import (
 
 
 def advance(
-    state: State, event: wire.Event, now: float, dependencies: CrewDependencies
-) -> tuple[State, list[wire.Action]]:
+    state: State, event: Event, now: float, dependencies: CrewDependencies
+) -> tuple[State, list[Action]]:
     """Return the state after `event`, and the actions, in order."""
     transition = _Transition(state, now, dependencies)
     transition.handle(event)
     return transition.state, transition.actions
+
+
+# ---- settings, events and actions ----------------------------------------------------------------
+#
+# Each RequestReceived gets exactly one SendAnswer. Actions run in order.
+
+
+class MembershipSettings(msgspec.Struct, frozen=True):
+    """Constants of crew membership, and the operator's setting `stages`."""
+
+    base_wait_seconds: float = 600.0
+    """A node that has taken steps starts from the base after this time without a crew."""
+    stages: int = 0
+    """Number of stages of a crew that starts from the base; 0 for the fewest that hold the
+    model."""
+    tick_seconds: float = 0.5
+    """Interval between ClockTick events."""
+    heartbeat_seconds: float = 1.0
+    """Interval between heartbeats to a member."""
+    offer_seconds: float = 10.0
+    """Interval between equal offers to a peer. An offer expires after three times this."""
+    gather_seconds: float = 3.0
+    """A crew that starts from the base is proposed this time after it became possible, because
+    more nodes may be starting."""
+    turn_seconds: float = 3.0
+    """The member of rank r proposes after r times this."""
+    discard_wait_seconds: float = 12.0
+    """A crew that discards steps is proposed after this time, because the node that has those steps
+    may be restarting."""
+    join_seconds: float = 6.0
+    """Deadline for the first heartbeat of every member of a crew that forms."""
+    gone_seconds: float = 13.0
+    """The crew ends when a member is silent for this time."""
+    progress_seconds: float = 300.0
+    """The crew ends when a member that restores its stage or has pending work makes no progress for
+    this time."""
+    step_seconds: float = 7200.0
+    """The crew ends when it has taken no step for this time, restoration included."""
+    strike_seconds: float = 10.0
+    """Plans exclude a peer with n strikes for this time × 2^n, at most an hour."""
+    most_peers: int = 64
+    """Most peers whose state is stored."""
+
+
+class ClockTick(msgspec.Struct, frozen=True):
+    """Event that occurs every `tick_seconds`. Its lateness measures the lag of this process."""
+
+    heard: Mapping[str, float] = {}
+    """Member → time when bytes of any kind last came from it."""
+
+
+class RequestReceived(msgspec.Struct, frozen=True):
+    """Event: a request of an authenticated peer arrived. `decode_request` has checked it."""
+
+    peer: str
+    message: wire.CrewRequest
+
+
+class RequestFinished(msgspec.Struct, frozen=True):
+    """Event: a SendRequest has an outcome."""
+
+    peer: str
+    request: wire.CrewRequest
+    answer: wire.CrewAnswer | None
+    """None after a timeout, a refused dial or an invalid answer."""
+    seconds: float = 0.0
+    """Time from the request to its outcome."""
+
+
+class GarbageReceived(msgspec.Struct, frozen=True):
+    """Event: `peer` sent bytes that are not a crew message."""
+
+    peer: str
+
+
+class StreamLost(msgspec.Struct, frozen=True):
+    """Event: a stage stream to `peer` in this crew broke, or the peer reset it."""
+
+    peer: str
+    crew: bytes
+
+
+class PeerDisconnected(msgspec.Struct, frozen=True):
+    """Event: the last connection to `peer` is down."""
+
+    peer: str
+
+
+class PeerConnected(msgspec.Struct, frozen=True):
+    """Event: `peer` is connected. At the start it occurs for each connected peer."""
+
+    peer: str
+
+
+class TrainerDisconnected(msgspec.Struct, frozen=True):
+    """Event: the trainer's connection ended."""
+
+
+class DrainStarted(msgspec.Struct, frozen=True):
+    """Event: this node stops in an orderly way. It leaves its crew and offers nothing more."""
+
+    reason: str
+
+
+TrainerEvent = wire.FromTrainer | TrainerDisconnected
+PeerEvent = (
+    RequestReceived
+    | RequestFinished
+    | GarbageReceived
+    | StreamLost
+    | PeerDisconnected
+    | PeerConnected
+)
+Event = ClockTick | PeerEvent | TrainerEvent | DrainStarted
+
+
+class SendAnswer(msgspec.Struct, frozen=True):
+    """Action: send the answer to the RequestReceived that was just handled."""
+
+    message: wire.CrewAnswer
+
+
+class SendRequest(msgspec.Struct, frozen=True):
+    """Action: send this request. Its outcome is a RequestFinished event. Requests do not wait for
+    each other."""
+
+    peer: str
+    message: wire.CrewRequest
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Action: log and count an event of the crew. `what` is one of NOTES."""
+
+    what: str
+    detail: str = ""
+
+
+NOTES = (
+    "proposed",
+    "formed",
+    "running",
+    "broken",
+    "declined",
+    "unformed",
+    "struck",
+)
+"""`broken`: the end of a crew. `declined`: this node refused a proposal. `unformed`: an attempt of
+which this node was a member formed no crew. `struck`: a peer got a strike."""
+
+Action = SendAnswer | SendRequest | wire.ToTrainer | Note
+"""Stage streams belong to the crew of the last StageAssignment, and end with CrewEnd. The service
+fills in the assignment's `socket`."""
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -242,19 +393,17 @@ class _Transition:
             dependencies,
             dependencies.settings,
         )
-        self.actions: list[wire.Action] = []
+        self.actions: list[Action] = []
 
-    def handle(self, event: wire.Event) -> None:
+    def handle(self, event: Event) -> None:
         if math.isinf(self.state.free_since):
             self._set(free_since=self.now)
         match event:
-            case wire.ClockTick():
+            case ClockTick():
                 self._tick(event.heard)
-            case wire.RequestReceived():
-                self.actions.append(
-                    wire.SendAnswer(self._answer_request(event.peer, event.message))
-                )
-            case wire.RequestFinished():
+            case RequestReceived():
+                self.actions.append(SendAnswer(self._answer_request(event.peer, event.message)))
+            case RequestFinished():
                 self._handle_outcome(event)
             case wire.TrainerOffer() if self.state.phase in (Phase.FREE, Phase.FORMING):
                 self._set(trainer_offer=event)  # a later one was sent before the assignment
@@ -264,24 +413,24 @@ class _Transition:
                 self._handle_own_status(event)
             case wire.StageFault():
                 self._handle_fault(event)
-            case wire.TrainerDisconnected():
+            case TrainerDisconnected():
                 self._set(trainer_offer=None)
                 self._end_crew("its trainer is gone")
                 self._send_offers()
-            case wire.DrainStarted():
+            case DrainStarted():
                 self._set(draining=True)
                 self._end_crew(event.reason)
                 self._send_offers()
-            case wire.GarbageReceived() if self._is_member(event.peer):
+            case GarbageReceived() if self._is_member(event.peer):
                 self._strike_and_end(event.peer, "sent garbage")
-            case wire.StreamLost() if self._is_member(event.peer, event.crew):
+            case StreamLost() if self._is_member(event.peer, event.crew):
                 self._end_crew("lost a stream to it", event.peer)
-            case wire.PeerDisconnected():
+            case PeerDisconnected():
                 if event.peer in self.state.peers:
                     self._set_peer(event.peer, connected=False, offer=None, seconds=None)
                 if self._is_member(event.peer):
                     self._end_crew("lost its connection", event.peer)
-            case wire.PeerConnected() if self._make_room_for(event.peer):
+            case PeerConnected() if self._make_room_for(event.peer):
                 self._set_peer(event.peer, connected=True)
                 if self._is_offering:
                     self._send(event.peer, self._make_offer())
@@ -321,10 +470,10 @@ class _Transition:
         return forgotten is not None
 
     def _send(self, peer: str, message: wire.CrewRequest) -> None:
-        self.actions.append(wire.SendRequest(peer, message))
+        self.actions.append(SendRequest(peer, message))
 
     def _note(self, what: str, detail: str = "") -> None:
-        self.actions.append(wire.Note(what, detail))
+        self.actions.append(Note(what, detail))
 
     # ---- offers of free nodes --------------------------------------------------------------------
 
@@ -530,7 +679,7 @@ class _Transition:
                 self._handle_offer(peer, message)
         return wire.NotedAnswer()
 
-    def _handle_outcome(self, event: wire.RequestFinished) -> None:
+    def _handle_outcome(self, event: RequestFinished) -> None:
         peer, answer, crew = event.peer, event.answer, self.state.crew
         if answer is not None and peer in self.state.peers:
             before = self._peer(peer).seconds
@@ -838,7 +987,9 @@ def plan_crew(
         return is_ours, -len(plan.lost), plan.record.step, plan.record.lineage
 
     best = max((plan for plan in plans if waited >= required_wait(plan)), key=rank, default=None)
-    if best is not None and (me in member_peers(best.record) or waited < settings.base_wait_seconds):
+    if best is not None and (
+        me in member_peers(best.record) or waited < settings.base_wait_seconds
+    ):
         return best
     if waited < settings.base_wait_seconds:
         if own is not None or plans:

@@ -32,10 +32,25 @@ from swarmnode.histogram import Histogram, HistogramCounter
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
 from swarmnode.stages.crew import (
+    NOTES,
+    ClockTick,
     CrewDependencies,
     CrewStatistics,
+    DrainStarted,
+    Event,
+    GarbageReceived,
+    MembershipSettings,
+    Note,
+    PeerConnected,
+    PeerDisconnected,
     Phase,
+    RequestFinished,
+    RequestReceived,
+    SendAnswer,
+    SendRequest,
     State,
+    StreamLost,
+    TrainerDisconnected,
     advance,
     newest_own_block,
     statistics,
@@ -109,7 +124,7 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     """Last status of this node's trainer in the present crew."""
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
-    """Events of this node's crews, by `wire.NOTES`."""
+    """Events of this node's crews, by `crew.NOTES`."""
     recoveries: Histogram | None = None
     """Seconds from the end of a crew to a running one."""
     sources: dict[str, int] = {}
@@ -151,15 +166,15 @@ class StageService:
         data_dir: Path,
         node: NodeCallbacks,
         *,
-        settings: wire.MembershipSettings | None = None,
+        settings: MembershipSettings | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.cfg = cfg
-        self.settings = settings or wire.MembershipSettings(stages=cfg.stages)
+        self.settings = settings or MembershipSettings(stages=cfg.stages)
         self.proxy = StreamProxy(
             network.streams,
             data_dir,
-            lambda peer, crew: self._handle(wire.StreamLost(peer, crew)),
+            lambda peer, crew: self._handle(StreamLost(peer, crew)),
             allows=node.allows,
             rejected=network.rejected,
         )
@@ -183,7 +198,7 @@ class StageService:
         self._status: wire.StageStatus | None = None
         self._restored_crew = b""
         # counts
-        self._notes = Counter(dict.fromkeys(wire.NOTES, 0))
+        self._notes = Counter(dict.fromkeys(NOTES, 0))
         self._recoveries = HistogramCounter(RECOVERY_BOUNDS)
         self._sources = Counter(dict.fromkeys(filter(None, wire.SOURCES), 0))
         self._last_reason = ""
@@ -228,7 +243,7 @@ class StageService:
             async with trio.open_nursery() as nursery:
                 for peer in crew.members:
                     nursery.start_soon(self._send, peer, wire.LeaveRequest(crew.id, reason))
-        self._handle(wire.DrainStarted(reason))
+        self._handle(DrainStarted(reason))
 
     def statistics(self) -> StagesStatistics:
         """Return the state for status page and metrics."""
@@ -288,11 +303,11 @@ class StageService:
         """Record that the trainer's connection has ended."""
         if self._trainer_pid is not None:
             self._trainer_offer = None
-            self._handle(wire.TrainerDisconnected())
+            self._handle(TrainerDisconnected())
 
     # ---- one event at a time ---------------------------------------------------------------------
 
-    def _handle(self, event: wire.Event) -> wire.CrewAnswer | None:
+    def _handle(self, event: Event) -> wire.CrewAnswer | None:
         """Advance the state by `event` and start the actions. Return the answer to a
         RequestReceived."""
         if self.cfg.mode == "off":
@@ -301,12 +316,12 @@ class StageService:
         answer: wire.CrewAnswer | None = None
         for action in actions:
             match action:
-                case wire.SendAnswer():
+                case SendAnswer():
                     answer = action.message
-                case wire.SendRequest():
+                case SendRequest():
                     if self._nursery is not None:
                         self._nursery.start_soon(self._send, action.peer, action.message)
-                case wire.Note():
+                case Note():
                     self._note(action.what, action.detail)
                 case _:
                     self._notify_trainer(action)
@@ -348,7 +363,7 @@ class StageService:
         while True:
             self._pause_or_resume()
             heard = {peer: self._network.last_received(peer) for peer in self._kept_connections}
-            self._handle(wire.ClockTick({peer: at for peer, at in heard.items() if at is not None}))
+            self._handle(ClockTick({peer: at for peer, at in heard.items() if at is not None}))
             await trio.sleep(self.settings.tick_seconds)
 
     def _pause_or_resume(self) -> None:
@@ -357,11 +372,11 @@ class StageService:
         reason = self._node.paused()
         if reason and not self._pause_reason:
             log.info("leaving crews: %s", reason)
-            self._handle(wire.DrainStarted(reason))
+            self._handle(DrainStarted(reason))
         elif self._pause_reason and not reason:
             self._state = State(self._network.peer_id)
             for peer in self._connected:
-                self._handle(wire.PeerConnected(peer))
+                self._handle(PeerConnected(peer))
             if self._trainer_offer is not None:
                 self._handle(self._trainer_offer)
         self._pause_reason = reason
@@ -370,9 +385,9 @@ class StageService:
         while True:
             before, self._connected = self._connected, set(self._network.connected())
             for peer in sorted(before - self._connected):
-                self._handle(wire.PeerDisconnected(peer))
+                self._handle(PeerDisconnected(peer))
             for peer in sorted(self._connected - before):
-                self._handle(wire.PeerConnected(peer))
+                self._handle(PeerConnected(peer))
             with trio.move_on_after(POLL_INTERVAL):
                 await self._network.changed()
 
@@ -397,7 +412,7 @@ class StageService:
             log.info("invalid answer of %s: %s", peer, error)
         except PeerError as error:
             log.debug("%s: %s", peer, error)
-        self._handle(wire.RequestFinished(peer, message, answer, _now() - began))
+        self._handle(RequestFinished(peer, message, answer, _now() - began))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """Return the answer to a peer's request.
@@ -410,14 +425,14 @@ class StageService:
         except BadMessage:
             self._garbage(peer)
             raise
-        answer = self._handle(wire.RequestReceived(peer, message))
+        answer = self._handle(RequestReceived(peer, message))
         if answer is None:
             raise PeerError("no answer")
         return wire.encode_message(answer)
 
     def _garbage(self, peer: str) -> None:
         self._network.rejected(peer, "stages_malformed")
-        self._handle(wire.GarbageReceived(peer))
+        self._handle(GarbageReceived(peer))
 
 
 def _now() -> float:

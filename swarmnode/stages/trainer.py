@@ -104,6 +104,7 @@ from swarmnode.process import Progress
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.stages import wire
+from swarmnode.stages.crew import MembershipSettings
 from swarmnode.stages.model import (
     LearnRow,
     StageOptimizer,
@@ -964,7 +965,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 WAIT_SECONDS = 1.0
 """Interval between checks whether to stop."""
-CREW_WAIT_SECONDS = wire.MembershipSettings().base_wait_seconds + 60.0
+CREW_WAIT_SECONDS = MembershipSettings().base_wait_seconds + 60.0
 """Longest wait of the head's loop for a crew."""
 FIRST_TOKENS = 1024
 """Padded tokens of the first micro-batches of a crew whose speed is not known. For 16,384 tokens a

@@ -14,7 +14,8 @@ from swarmnode.policy.quantised import quantise
 from swarmnode.rl.corrections import importance_weights
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages import crew, recovery
-from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock, MembershipSettings, Participant
+from swarmnode.stages.crew import MembershipSettings
+from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock, Participant
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 VECTORS = [

@@ -23,15 +23,9 @@ import trio
 from swarmnode.config import StagesConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.stages import wire
+from swarmnode.stages.crew import MembershipSettings
 from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.stages.wire import (
-    Capacity,
-    HeldBlock,
-    MembershipSettings,
-    ModelCost,
-    PartCost,
-    StreamPeers,
-)
+from swarmnode.stages.wire import Capacity, HeldBlock, ModelCost, PartCost, StreamPeers
 from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32

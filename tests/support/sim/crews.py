@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from swarmnode.config import StagesConfig
 from swarmnode.p2p.addresses import Address
 from swarmnode.stages import wire
+from swarmnode.stages.crew import MembershipSettings
 from swarmnode.stages.service import NodeCallbacks, StageService
 from swarmnode.stages.wire import Capacity, HeldBlock, ModelCost, PartCost, StageAssignment
 from swarmnode.wire.envelope import peer_id
@@ -251,7 +252,7 @@ class CrewWorld:
     def __init__(self, seed: int, nodes: int, timeline: Timeline, directory: Path) -> None:
         self.seed, self.directory = seed, directory
         self.rng = random.Random(f"crews {seed}")
-        self.settings = wire.MembershipSettings(stages=4, base_wait_seconds=120.0)
+        self.settings = MembershipSettings(stages=4, base_wait_seconds=120.0)
         self.cost = ModelCost(PartCost(0, 0), (PartCost(1.0, 0.01),) * 4, PartCost(0, 0))
         self.wires = Wires(
             random.Random(f"wires {seed}"), timeline, lambda a, b: Way(0.02, 0.01, 1e6)

@@ -10,11 +10,24 @@ from swarmnode.stages.crew import (
     CLEARING_STEPS,
     GRACE_SECONDS,
     MAX_FAILED_CREWS,
+    ClockTick,
     CrewDependencies,
     CrewStatistics,
+    DrainStarted,
+    GarbageReceived,
+    MembershipSettings,
     MemberStatistics,
+    Note,
+    PeerConnected,
+    PeerDisconnected,
     Phase,
+    RequestFinished,
+    RequestReceived,
+    SendAnswer,
+    SendRequest,
     State,
+    StreamLost,
+    TrainerDisconnected,
     advance,
     statistics,
 )
@@ -29,7 +42,7 @@ from swarmnode.stages.wire import (
 )
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
-SETTINGS = wire.MembershipSettings(stages=2, base_wait_seconds=120.0)
+SETTINGS = MembershipSettings(stages=2, base_wait_seconds=120.0)
 ACTIVE = wire.MemberStatus("active", 40)
 
 
@@ -55,7 +68,7 @@ class Node:
             MODEL, Capacity(memory, 1.0), cost, self.of_this_crew(copies)
         )
         for peer in "acd":
-            self.handle(wire.PeerConnected(peer))
+            self.handle(PeerConnected(peer))
         self.handle(self.trainer_offer)
 
     def handle(self, event):
@@ -66,8 +79,8 @@ class Node:
     def answer(self, peer, message):
         return next(
             action.message
-            for action in self.handle(wire.RequestReceived(peer, message))
-            if isinstance(action, wire.SendAnswer)
+            for action in self.handle(RequestReceived(peer, message))
+            if isinstance(action, SendAnswer)
         )
 
     def receive_offer(self, peer, *copies, memory=1.0):
@@ -88,13 +101,13 @@ class Node:
                 self.receive_heartbeats(
                     *alive, status=wire.MemberStatus("active", 40, int(self.now))
                 )
-            self.handle(wire.ClockTick({peer: self.now for peer in heard}))
+            self.handle(ClockTick({peer: self.now for peer in heard}))
 
     def sent(self, kind):
         return [
             (action.peer, action.message)
             for action in self.done
-            if isinstance(action, wire.SendRequest) and isinstance(action.message, kind)
+            if isinstance(action, SendRequest) and isinstance(action.message, kind)
         ]
 
     def sent_to_trainer(self):
@@ -104,7 +117,7 @@ class Node:
         return [
             action.detail
             for action in self.done
-            if isinstance(action, wire.Note) and action.what == what
+            if isinstance(action, Note) and action.what == what
         ]
 
 
@@ -146,16 +159,14 @@ def test_answer_to_our_heartbeat_is_a_heartbeat():
     node = Node(copy(1))
     node.answer("a", wire.ProposeRequest(record("a", "b")))
     crew = node.state.crew.id
-    node.handle(
-        wire.RequestFinished("a", wire.Heartbeat(crew, ACTIVE), wire.AliveAnswer(crew, ACTIVE))
-    )
+    node.handle(RequestFinished("a", wire.Heartbeat(crew, ACTIVE), wire.AliveAnswer(crew, ACTIVE)))
     assert node.state.crew.formed
 
 
 def test_candidate_with_the_newest_step_proposes_first():
     node = Node(copy(1))
     node.receive_offer("a", copy(0))
-    node.handle(wire.ClockTick())
+    node.handle(ClockTick())
     assert not node.sent(wire.ProposeRequest), "`a` comes first"
     node.wait(SETTINGS.turn_seconds)
     [(peer, proposal)] = node.sent(wire.ProposeRequest)
@@ -203,7 +214,7 @@ def test_nodes_that_propose_to_each_other_refuse_and_try_again():
     [(_, ours)] = node.sent(wire.ProposeRequest)
     theirs = record("a", "b", nonce=b"o" * 8)
     assert node.answer("a", wire.ProposeRequest(theirs)).reason == "busy"
-    node.handle(wire.RequestFinished("a", ours, wire.RefuseAnswer("busy", node.state.crew.id)))
+    node.handle(RequestFinished("a", ours, wire.RefuseAnswer("busy", node.state.crew.id)))
     assert node.state.phase == Phase.FREE
     node.receive_offer("a", copy(0))
     node.wait(3.0)
@@ -247,7 +258,7 @@ def test_proposer_leaves_at_the_first_refusal_and_tries_again():
     node.receive_offer("c", copy(2))
     [first, _] = node.sent(wire.ProposeRequest)
     crew = node.state.crew.id
-    node.handle(wire.RequestFinished("a", first[1], wire.RefuseAnswer("newer", crew)))
+    node.handle(RequestFinished("a", first[1], wire.RefuseAnswer("newer", crew)))
     assert {peer for peer, _ in node.sent(wire.LeaveRequest)} == {"a", "c"}
     node.wait(3.0)
     assert len(node.sent(wire.ProposeRequest)) == 4
@@ -261,7 +272,7 @@ def test_peer_that_refuses_again_and_again_is_struck():
         if node.state.crew is not None:
             crew, of = node.state.crew.id, node.state.crew.record
             node.handle(
-                wire.RequestFinished("a", wire.ProposeRequest(of), wire.RefuseAnswer("trust", crew))
+                RequestFinished("a", wire.ProposeRequest(of), wire.RefuseAnswer("trust", crew))
             )
         node.wait(0.5)
         node.receive_offer("a", copy(0))
@@ -302,11 +313,11 @@ def test_silence_ends_the_crew():
 @pytest.mark.parametrize(
     "event",
     [
-        lambda crew: wire.StreamLost("a", crew),
-        lambda crew: wire.PeerDisconnected("a"),
-        lambda crew: wire.RequestReceived("a", wire.LeaveRequest(crew, "its trainer is gone")),
-        lambda crew: wire.TrainerDisconnected(),
-        lambda crew: wire.DrainStarted("its node stops"),
+        lambda crew: StreamLost("a", crew),
+        lambda crew: PeerDisconnected("a"),
+        lambda crew: RequestReceived("a", wire.LeaveRequest(crew, "its trainer is gone")),
+        lambda crew: TrainerDisconnected(),
+        lambda crew: DrainStarted("its node stops"),
         lambda crew: wire.StageStatus(crew, 1, "failed", reason="no memory"),
         lambda crew: wire.StageFault(crew, 1, "its own device"),
         lambda crew: wire.StageFault(crew, None, "a stream broke; only a head does not know whose"),
@@ -325,7 +336,7 @@ def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
 @pytest.mark.parametrize(
     "event",
     [
-        lambda crew: wire.GarbageReceived("a"),
+        lambda crew: GarbageReceived("a"),
         lambda crew: wire.StageFault(crew, 0, "a frame that is not finite"),
     ],
 )
@@ -364,7 +375,7 @@ def test_member_with_work_and_without_progress_is_struck():
                 node.receive_heartbeats("a", status=wire.MemberStatus("active", 40, 5, 0))
                 node.receive_heartbeats("c", status=wire.MemberStatus("active", 40, 5, load))
                 node.now += 1.0
-                node.handle(wire.ClockTick())
+                node.handle(ClockTick())
         assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, struck)
     assert node.state.crew is None
 
@@ -389,9 +400,9 @@ def test_refused_heartbeat_ends_the_crew_after_joining():
     crew = node.state.crew.id
     beat = wire.Heartbeat(crew, ACTIVE)
     node.now += 1
-    node.handle(wire.RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=2.0))
+    node.handle(RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=2.0))
     assert node.state.crew is not None
-    node.handle(wire.RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=0.5))
+    node.handle(RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=0.5))
     assert node.state.crew is None
 
 
@@ -409,7 +420,7 @@ def strike(node, peer="a"):
     of = record("a", "b", nonce=random.Random(node.now).randbytes(8))
     node.answer("a", wire.ProposeRequest(of))
     node.receive_heartbeats("a")
-    node.handle(wire.GarbageReceived(peer))
+    node.handle(GarbageReceived(peer))
     node.handle(node.trainer_offer)
 
 
@@ -479,18 +490,14 @@ def test_strangers_change_nothing_about_a_running_crew():
     ):
         node.answer("c", message)
         assert node.state == before, message
-    node.handle(wire.GarbageReceived("c"))
-    node.handle(wire.StreamLost("c", crew.id))
-    node.handle(wire.PeerDisconnected("c"))
+    node.handle(GarbageReceived("c"))
+    node.handle(StreamLost("c", crew.id))
+    node.handle(PeerDisconnected("c"))
     node.handle(
-        wire.RequestFinished(
-            "c", wire.Heartbeat(crew.id, ACTIVE), wire.RefuseAnswer("crew", crew.id)
-        )
+        RequestFinished("c", wire.Heartbeat(crew.id, ACTIVE), wire.RefuseAnswer("crew", crew.id))
     )
     node.handle(
-        wire.RequestFinished(
-            "c", wire.Heartbeat(crew.id, ACTIVE), wire.AliveAnswer(crew.id, ACTIVE)
-        )
+        RequestFinished("c", wire.Heartbeat(crew.id, ACTIVE), wire.AliveAnswer(crew.id, ACTIVE))
     )
     node.receive_offer("c", *(copy(stage, 10**15) for stage in range(2)), memory=1e30)
     assert node.state.crew == crew
@@ -529,7 +536,7 @@ def test_time_in_a_crew_without_steps_does_not_count_as_waiting():
     node.answer("a", wire.ProposeRequest(record("a", "b")))
     node.receive_heartbeats("a")
     node.wait(200.0, alive=["a"])
-    node.handle(wire.StreamLost("a", node.state.crew.id))
+    node.handle(StreamLost("a", node.state.crew.id))
     node.handle(node.trainer_offer)
     assert node.now - node.state.free_since == pytest.approx(5.0)
 
@@ -547,7 +554,7 @@ def test_statistics_of_a_crew():
         MemberStatistics(0, "a", "active", 40, 1),
         MemberStatistics(1, "b", "active", 43, 1),
     )
-    node.handle(wire.StreamLost("a", node.state.crew.id))
+    node.handle(StreamLost("a", node.state.crew.id))
     node.now += 2.0
     shown = statistics(node.state, node.now, SETTINGS)
     assert (shown.state, shown.slots, shown.stopped_seconds) == ("none", (), None)

@@ -2,15 +2,8 @@
 
 import time
 
-from swarmnode.stages.crew import newest_own_block, plan_crew
-from swarmnode.stages.wire import (
-    HeldBlock,
-    MembershipSettings,
-    ModelCost,
-    Offer,
-    PartCost,
-    member_peers,
-)
+from swarmnode.stages.crew import MembershipSettings, newest_own_block, plan_crew
+from swarmnode.stages.wire import HeldBlock, ModelCost, Offer, PartCost, member_peers
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0))

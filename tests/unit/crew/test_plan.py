@@ -5,15 +5,8 @@ from itertools import combinations, pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.stages.crew import assign_layers, plan_crew
-from swarmnode.stages.wire import (
-    MembershipSettings,
-    ModelCost,
-    Offer,
-    PartCost,
-    member_peers,
-    stage_memory,
-)
+from swarmnode.stages.crew import MembershipSettings, assign_layers, plan_crew
+from swarmnode.stages.wire import ModelCost, Offer, PartCost, member_peers, stage_memory
 
 MODEL = b"m" * 32
 
