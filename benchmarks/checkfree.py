@@ -27,12 +27,8 @@ from torch.nn.functional import kl_div, log_softmax
 from benchmarks.lib.report import heading, make_parser, note, seeds_of, signed, table, write_json
 from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, language
 from swarmnode.errors import Refused
-from swarmnode.stages.recovery import (
-    LEARNING_RATE_FACTOR,
-    NeighbourLayers,
-    RecoverySettings,
-    synthesise,
-)
+from swarmnode.stages.checkfree import LEARNING_RATE_FACTOR, NeighbourLayers, synthesise
+from swarmnode.stages.recovery import RecoverySettings
 
 SETTINGS = RecoverySettings()
 PROBES = 8

@@ -585,6 +585,79 @@ class Head(StageWorker):
         """True until the crew ends."""
         return self._end_reason is None
 
+    async def update(
+        self, rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float, learning_rate: float
+    ) -> StepResult:
+        """Take one optimizer step in all stages, or in none.
+
+        Args:
+            normalizer: Normaliser of the whole batch, which may have more rows than `rows`.
+
+        Raises:
+            PeerError: the crew has ended. If the commit was sent, some stages may have taken the
+                step.
+            PeerTimeout: a deadline expired. The crew ends, as above.
+            ValueError: the step has too many micro-batches.
+        """
+        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+        tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
+        groups = [row.group for row in rows]
+        cuts = micro_batches(lengths, tokens, groups)
+        if len(cuts) > wire.MAX_MICRO_BATCHES:
+            raise ValueError(
+                f"{len(cuts)} micro-batches in one step, at most {wire.MAX_MICRO_BATCHES}"
+            )
+        pieces = {self._next_alternating(): [rows[i] for i in piece] for piece in cuts}
+        tokens_of = {
+            number: sum(len(row.completion_ids) for row in piece)
+            for number, piece in pieces.items()
+        }
+        halves = _halve(cuts, lengths, groups)
+        divisible = halves is not None and len(halves) <= wire.MAX_MICRO_BATCHES
+        self._attempt += 1
+        call = self._call_state = CallState(tokens_of, divisible, self._attempt)
+        with self._call():
+            try:
+                self._broadcast(wire.ProposeFrame(self.place, call.attempt, tuple(sorted(pieces))))
+                for number, piece in pieces.items():
+                    texts = [(row.prompt_ids, row.completion_ids) for row in piece]
+                    loss = describe_loss(piece, cfg, normalizer)
+                    self._submit(number, "learn", describe(texts, cfg.temperature, loss))
+                await self._wait_until(lambda: len(call.norms) == self.stages)
+            finally:
+                if call.failed is not None or len(call.norms) < self.stages:
+                    self._broadcast(wire.AbortFrame(self.place, call.attempt))
+            if call.failed is not None:
+                return StepResult(refused=call.failed, divisible=call.divisible)
+            sums = list(call.learnt.values())
+            count = sum(one.tokens for one in sums)
+            effective = effective_share(
+                sum(one.weights for one in sums), sum(one.squares for one in sums), count
+            )
+            factor = rate_factor(cfg.options, effective)
+            norm = math.sqrt(sum(call.norms.values()))
+            clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            rate = float(learning_rate * factor)
+            self._broadcast(wire.CommitFrame(self.place, call.attempt, clip, rate))
+            await self._wait_until(lambda: len(call.done) == self.stages)
+        self._refusals.clear()
+        return StepResult(
+            loss=sum(one.loss for one in sums),
+            clip_fraction=sum(one.clipped for one in sums) / max(count, 1.0),
+            entropy=sum(one.entropy for one in sums) / max(count, 1.0),
+            grad_norm=norm,
+            effective=effective,
+            rate_factor=factor,
+        )
+
+    def _next_alternating(self) -> int:
+        """Return the next number of the other parity than before, also across steps. In a swapped
+        crew, odd micro-batches take the swapped route."""
+        self._parity ^= 1
+        while self._next_number() % 2 != self._parity:
+            pass
+        return self._number
+
     async def generate(
         self,
         prompts: Sequence[list[int]],
@@ -724,79 +797,6 @@ class Head(StageWorker):
                 out[i] = (logprobs[at : at + size], entropies[at : at + size])
                 at += size
         return out
-
-    async def update(
-        self, rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float, learning_rate: float
-    ) -> StepResult:
-        """Take one optimizer step in all stages, or in none.
-
-        Args:
-            normalizer: Normaliser of the whole batch, which may have more rows than `rows`.
-
-        Raises:
-            PeerError: the crew has ended. If the commit was sent, some stages may have taken the
-                step.
-            PeerTimeout: a deadline expired. The crew ends, as above.
-            ValueError: the step has too many micro-batches.
-        """
-        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
-        tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
-        groups = [row.group for row in rows]
-        cuts = micro_batches(lengths, tokens, groups)
-        if len(cuts) > wire.MAX_MICRO_BATCHES:
-            raise ValueError(
-                f"{len(cuts)} micro-batches in one step, at most {wire.MAX_MICRO_BATCHES}"
-            )
-        pieces = {self._next_alternating(): [rows[i] for i in piece] for piece in cuts}
-        tokens_of = {
-            number: sum(len(row.completion_ids) for row in piece)
-            for number, piece in pieces.items()
-        }
-        halves = _halve(cuts, lengths, groups)
-        divisible = halves is not None and len(halves) <= wire.MAX_MICRO_BATCHES
-        self._attempt += 1
-        call = self._call_state = CallState(tokens_of, divisible, self._attempt)
-        with self._call():
-            try:
-                self._broadcast(wire.ProposeFrame(self.place, call.attempt, tuple(sorted(pieces))))
-                for number, piece in pieces.items():
-                    texts = [(row.prompt_ids, row.completion_ids) for row in piece]
-                    loss = describe_loss(piece, cfg, normalizer)
-                    self._submit(number, "learn", describe(texts, cfg.temperature, loss))
-                await self._wait_until(lambda: len(call.norms) == self.stages)
-            finally:
-                if call.failed is not None or len(call.norms) < self.stages:
-                    self._broadcast(wire.AbortFrame(self.place, call.attempt))
-            if call.failed is not None:
-                return StepResult(refused=call.failed, divisible=call.divisible)
-            sums = list(call.learnt.values())
-            count = sum(one.tokens for one in sums)
-            effective = effective_share(
-                sum(one.weights for one in sums), sum(one.squares for one in sums), count
-            )
-            factor = rate_factor(cfg.options, effective)
-            norm = math.sqrt(sum(call.norms.values()))
-            clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-            rate = float(learning_rate * factor)
-            self._broadcast(wire.CommitFrame(self.place, call.attempt, clip, rate))
-            await self._wait_until(lambda: len(call.done) == self.stages)
-        self._refusals.clear()
-        return StepResult(
-            loss=sum(one.loss for one in sums),
-            clip_fraction=sum(one.clipped for one in sums) / max(count, 1.0),
-            entropy=sum(one.entropy for one in sums) / max(count, 1.0),
-            grad_norm=norm,
-            effective=effective,
-            rate_factor=factor,
-        )
-
-    def _next_alternating(self) -> int:
-        """Return the next number of the other parity than before, also across steps. In a swapped
-        crew, odd micro-batches take the swapped route."""
-        self._parity ^= 1
-        while self._next_number() % 2 != self._parity:
-            pass
-        return self._number
 
     def _submit(self, number: int, purpose: wire.Purpose, work: MicroBatch) -> None:
         about, codec = strict.encode(work), self.settings.codec

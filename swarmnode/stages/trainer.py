@@ -104,6 +104,7 @@ from swarmnode.process import Progress
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.stages import wire
+from swarmnode.stages.checkfree import LEARNING_RATE_FACTOR
 from swarmnode.stages.crew import MembershipSettings
 from swarmnode.stages.model import (
     LearnRow,
@@ -124,7 +125,6 @@ from swarmnode.stages.pipeline import (
 )
 from swarmnode.stages.policy_copy import MemberSampler, PolicyCopy
 from swarmnode.stages.recovery import (
-    LEARNING_RATE_FACTOR,
     StageInput,
     StageRecovery,
     StateExchange,

@@ -13,9 +13,9 @@ import torch
 from swarmnode.policy.quantised import quantise
 from swarmnode.rl.corrections import importance_weights
 from swarmnode.rl.objectives import Objective, policy_loss
-from swarmnode.stages import crew, recovery
+from swarmnode.stages import checkfree, crew
 from swarmnode.stages.crew import MembershipSettings
-from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock, Participant
+from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock, Participant, StageSpec
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 VECTORS = [
@@ -198,13 +198,13 @@ def test_corrections_match_the_trainer(document, kind, level):
         assert got == pytest.approx(ours, rel=1e-5)
 
 
-def test_checkfree_matches_recovery(document):
+def test_checkfree_matches_swarmnode(document):
     left, right = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 4.0, 2.5])
     for a, b in ((3.0, 1.0), (0.0, 0.0), (0.0, 2.0)):
-        before = recovery.NeighbourLayers({"model.layers.0.x": left}, a)
-        after = recovery.NeighbourLayers({"model.layers.0.x": right}, b)
-        spec = recovery.StageSpec(1, 3, 1, 2, False)
-        ours = recovery.average(before, after, spec)["model.layers.0.x"]
+        before = checkfree.NeighbourLayers({"model.layers.0.x": left}, a)
+        after = checkfree.NeighbourLayers({"model.layers.0.x": right}, b)
+        spec = StageSpec(1, 3, 1, 2, False)
+        ours = checkfree.average(before, after, spec)["model.layers.0.x"]
         got = document["checkfree"]((left.tolist(), a), (right.tolist(), b))
         assert got == pytest.approx(ours.tolist())
 

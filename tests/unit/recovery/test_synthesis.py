@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.recovery import (
-    NeighbourLayers,
-    RecoverySettings,
-    check_checkfree,
-    synthesise,
-)
+from swarmnode.stages.checkfree import NeighbourLayers, synthesise
+from swarmnode.stages.recovery import RecoverySettings, check_checkfree
 from swarmnode.stages.wire import swapped_order
 from tests.support.split_models import split_model
 
