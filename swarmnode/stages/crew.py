@@ -238,7 +238,8 @@ LONG_AGO: Final = -1e18
 
 
 class Phase(enum.Enum):
-    """Phase of a node's membership; see the diagram above."""
+    """Phase of a node's membership; see the diagram above. In PREPARING, stages are restored: a
+    heartbeat names them `loading`, and state messages name them `restoring`."""
 
     FREE = "none"
     FORMING = "forming"
