@@ -526,18 +526,22 @@ class CallState:
     """Stages that have taken the step."""
     failed: RefusalReason | None = None
     """Reason of a stage that refused; None while no stage has."""
+    failed_stage: int = 0
+    """Stage that refused."""
 
 
 class WorkRefused(PeerError):
     """Raised when a stage refuses a micro-batch or wave.
 
     Attributes:
+        stage: The stage that refused.
         device: True if the stage's device cannot compute it.
         divisible: True if smaller pieces may help.
     """
 
-    def __init__(self, reason: RefusalReason, divisible: bool) -> None:
-        super().__init__(f"a stage refused: {reason}")
+    def __init__(self, stage: int, reason: RefusalReason, divisible: bool) -> None:
+        super().__init__(f"stage {stage} refused: {reason}")
+        self.stage = stage
         self.device = reason == DEVICE_REASON
         self.divisible = self.device and divisible
 
@@ -715,7 +719,7 @@ class Head(StageWorker):
             for number in list(open_now):
                 self._end_wave(number)
         if call.failed is not None:
-            raise WorkRefused(call.failed, call.divisible)
+            raise WorkRefused(call.failed_stage, call.failed, call.divisible)
         return waves
 
     def _begin(self, wave: Wave) -> None:
@@ -788,7 +792,7 @@ class Head(StageWorker):
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
             await self._wait_until(lambda: len(call.scores) == len(pieces))
         if call.failed is not None:
-            raise WorkRefused(call.failed, call.divisible)
+            raise WorkRefused(call.failed_stage, call.failed, call.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
             (logprobs, entropies), at = call.scores[number], 0
@@ -889,7 +893,7 @@ class Head(StageWorker):
         call = self._call_state
         if call.failed is not None or len(call.norms) == self.stages:
             return
-        call.failed = reason
+        call.failed, call.failed_stage = reason, stage
         if reason == DEVICE_REASON and call.divisible:
             return
         self._refusals[stage] += 1

@@ -1101,10 +1101,8 @@ class CrewPolicy:
                 waves = self._call(self._head(), work)
             except WorkRefused as error:
                 if not error.divisible:
-                    raise DeviceError(
-                        f"an answer of {s.max_tokens} tokens is too large for a stage's device, set"
-                        f" training.max_completion_length lower: {error}"
-                    ) from None
+                    self._report_too_large(error, f"an answer of {s.max_tokens} tokens")
+                    continue
                 most = self._wave_tokens or self._model.limits().tokens
                 self._wave_tokens = max(longest + s.max_tokens, most // 2)
                 log.warning("a stage refused a wave, halving waves", tokens=self._wave_tokens)
@@ -1123,6 +1121,21 @@ class CrewPolicy:
             )
             for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
         ]
+
+    def _report_too_large(self, error: WorkRefused, work: str) -> None:
+        """Log that a member cannot compute the smallest piece of work. The caller repeats the call;
+        a member that refuses three calls in a row gets a strike, and the crew continues without it.
+
+        Raises:
+            DeviceError: this node's own device cannot compute it.
+        """
+        text = (
+            f"{work} is too large for the device of stage {error.stage}, set"
+            f" training.max_completion_length lower: {error}"
+        )
+        if error.stage == 0:
+            raise DeviceError(text) from None
+        log.warning(text)
 
     def _recommend_copy(self, token_seconds: float) -> None:
         """If sampling is slow, log once that a policy copy would be faster."""
@@ -1158,10 +1171,8 @@ class CrewPolicy:
                 scored = self._call(head, work, largest)
             except WorkRefused as error:
                 if not error.divisible:
-                    raise DeviceError(
-                        f"a row of {max(lengths)} tokens is too large for a stage's device, set"
-                        f" training.max_completion_length lower: {error}"
-                    ) from None
+                    self._report_too_large(error, f"a row of {max(lengths)} tokens")
+                    continue
                 memory.ran_out(largest)
         return scored
 

@@ -83,7 +83,7 @@ def runs_out_of_memory(pipeline, model, trainer):
 
 def is_slow(pipeline, model, trainer):
     """Work twenty times slower."""
-    call = trainer.Meter.__call__
+    call = trainer.StageMeter.__call__
 
     async def slowly(self, work):
         def twenty_times():
@@ -94,7 +94,7 @@ def is_slow(pipeline, model, trainer):
 
         return await call(self, twenty_times)
 
-    trainer.Meter.__call__ = slowly
+    trainer.StageMeter.__call__ = slowly
 
 
 MISBEHAVIOURS = {
@@ -115,7 +115,8 @@ def misbehave(file):
                 continue
             if names[-1] in sys.modules and hasattr(sys.modules[names[-1]], "CrewModel"):
                 MISBEHAVIOURS[what](*(sys.modules[name] for name in names))
-                return
+                with open(f"{file}.active", "w"):
+                    return
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -123,20 +123,27 @@ def test_a_call_ends_when_another_node_leads():
 
 
 def test_a_refused_call_is_repeated_under_the_same_head():
-    crew = Crew((WorkRefused("not_finite", divisible=True), True))
+    crew = Crew((WorkRefused(1, "not_finite", divisible=True), True))
     assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
     assert len(crew.calls) == 2
 
 
 def test_scores_in_halves_until_a_single_row_does_not_fit():
-    halved = (WorkRefused(DEVICE_REASON, divisible=True), True)
-    crew = Crew(halved, halved, (WorkRefused(DEVICE_REASON, divisible=False), True))
+    halved = (WorkRefused(0, DEVICE_REASON, divisible=True), True)
+    crew = Crew(halved, halved, (WorkRefused(0, DEVICE_REASON, divisible=False), True))
     policy = policy_of(crew)
     with pytest.raises(DeviceError, match="a row of 300 tokens"):
         policy.score(ROWS, 1.0)
     sizes = [tokens for (tokens,) in crew.calls]
     assert sizes == sorted(set(sizes), reverse=True)
     assert policy.statistics().oom_retries == 2
+
+
+def test_member_too_small_for_one_row_does_not_end_the_trainer():
+    refused = (WorkRefused(1, DEVICE_REASON, divisible=False), True)
+    crew = Crew(refused, refused)
+    assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
+    assert len(crew.calls) == 3
 
 
 def test_slow_crew_gets_smaller_calls():
