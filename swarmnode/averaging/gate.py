@@ -6,7 +6,7 @@ The checks run in this order, and the first failure refuses the swap. d = θ_j �
     format    names, dtype, shape, finite, bounds
     norms     ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
     clip      θ̄ = θ_i + w · min(1, τ/‖d‖) · d, where τ² = Σ (2 × median of a block's accepted ‖d‖)²
-    probe     the loss of θ̄ on sequences that no peer has seen exceeds that of θ_i by at most ε
+    probe     the loss of θ̄ on own completions exceeds that of θ_i by at most ε
 
 `examine` does everything except the probe. It needs no model, so it can run in another thread while
 the model trains. `conclude` does the rest. `weights.payload` has checked all sizes before anything
@@ -120,10 +120,6 @@ class GateDecision:
     outcome: str
     """One of `weights.local.OUTCOMES`."""
     mean: Tensors | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.mean is not None
 
 
 @dataclass(frozen=True)
@@ -420,7 +416,8 @@ def _error_of_mean(values: Sequence[float]) -> float:
 
 class LossProbe:
     """Probe for a node that holds the whole policy: it measures whether averaged weights make the
-    policy worse on own completions, which no peer has seen. The trainer's thread waits for it.
+    policy worse on this node's own completions. The trainer's thread waits for it. Peers may know
+    these completions, because rewarded groups are published.
 
     * If enough own completions were rewarded, it compares their loss under both policies: the
       averaged policy must not unlearn them.

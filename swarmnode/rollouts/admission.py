@@ -38,7 +38,6 @@ from swarmnode.rollouts.groups import (
     memory_bytes,
     played_actions,
 )
-from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks.frames import (
     CompletionText,
@@ -60,6 +59,8 @@ SEEN_FRAMES = 16_384
 then costs one hash."""
 BYTES_PER_TOKEN = 256
 """Most UTF-8 bytes of text per token. No tokenizer in use has a longer token."""
+OUTDATED_VERSIONS = 8
+"""Policy versions of an author behind its newest one, beyond which its groups are refused."""
 LONGEST_FACTOR = 4
 """Longest completion that is trained on, in units of this node's own limit."""
 
@@ -307,7 +308,7 @@ class Admission:
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         """Return the reason for refusing the payload, or None."""
-        if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
+        if signer.is_outdated(group.model, group.policy_version, OUTDATED_VERSIONS, now):
             return "outdated"
         task = group.task
         if task.difficulty and not self.chooses:
@@ -491,9 +492,9 @@ class Signers:
     that did not.
 
     Identities are free, so memory must not grow with their number. The least recently active author
-    is forgotten first; a forgotten author gains a fresh rate allowance only. Ignored frames cost
-    their sender nothing. Their authors are therefore stored separately, so that they cannot
-    displace the authors of candidates.
+    is forgotten first. It then starts again with a full token bucket, an empty replay window and no
+    known version. Ignored envelopes cost their sender nothing. Their authors are therefore stored
+    separately, so that they cannot displace the authors of candidates.
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,6 @@ ANSWER_SECONDS = 5.0
 LEAST_SECONDS = 5.0
 """Constant part of a fetch's deadline. A trainer may leave the network process little CPU: with 2 s
 and a tenth of a core, fetches timed out and were repeated, and half of the groups were missing."""
-LONGEST_SECONDS = 30.0
-"""Longest deadline of a fetch."""
 LEAST_BYTES_PER_SECOND = 64 * 2**10
 """Least throughput that a fetch's deadline allows for."""
 BUDGET_SECONDS = 1.0
@@ -326,7 +324,11 @@ class RolloutExchange:
     # -- from peers
 
     def _enqueue(self, candidate: Candidate) -> None:
-        """Queue a group that passed admission for scoring."""
+        """Queue a group that passed admission for scoring.
+
+        If the queue is full, the group is lost to this node: admission has recorded its content id,
+        so it is not fetched again.
+        """
         if (reason := self._scoring.put(candidate)) is not None:
             self.admission.refuse(reason, candidate.peer)
 
@@ -355,7 +357,7 @@ class RolloutExchange:
                 source=candidate.source,
             )
         else:
-            self.admission.refuse("pool_full", candidate.peer)
+            self.admission.refuse("not_pooled", candidate.peer)
 
     def _refuse(self, reason: str, peer: str) -> None:
         """Refuse a group whose scoring failed. Only its author can lose reputation for it."""
@@ -375,7 +377,8 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullGossip:
     """Pull gossip of one node: it polls the listings of connected peers and fetches the groups that
-    its trainer will use. Groups travel from shelf to shelf; no peer can push.
+    its trainer will use, and at least one group per 10 s to forward. Groups travel from shelf to
+    shelf; no peer can push.
 
         shelf ─ listing, held open up to 10 s until a new group ───▶ peers' polls
               ─ groups, up to 16 and 1 MiB ────────────────────────▶ peers' fetches
@@ -676,5 +679,6 @@ class _Unanswered(Exception):
 
 
 def fetch_deadline(size: int) -> float:
-    """Return the deadline of a fetch of `size` bytes, seconds."""
-    return min(LONGEST_SECONDS, LEAST_SECONDS + size / LEAST_BYTES_PER_SECOND)
+    """Return the deadline of a fetch of `size` bytes, seconds: at most 21 s, because a request
+    lists at most 1 MiB."""
+    return LEAST_SECONDS + size / LEAST_BYTES_PER_SECOND

@@ -360,8 +360,8 @@ class SourceShares:
     connections from many networks are not.
 
         arrived ─▶ density of a source: its groups ÷ numbers that its authors have advanced
-        room    ─▶ groups of a source in the next draw: over the last draws at most EXCESS × its
-                   part of all densities, and in any draw its part of the places, rounded down
+        room    ─▶ groups of a source in the next draw: at most EXCESS × its part of all densities
+                   over the last draws, but always floor(part × count)
 
     An author may skip numbers, because a question without a signal is not published, and no reader
     sees all groups of an author. So a gap is not refused, but lowers the density. An author that
@@ -391,7 +391,11 @@ class SourceShares:
             self._density.popitem(last=False)
 
     def room(self, waiting: Iterable[str], count: int) -> dict[str, int]:
-        """Return the number of groups of each source that the next draw may take.
+        """Return the number of groups of each source that the next draw may take: the larger of
+
+        * EXCESS × the source's part of the groups of the last HISTORY_DRAWS draws including this
+          one, at least 1, minus the groups that were drawn from it;
+        * floor(part × count), in every draw.
 
         Args:
             waiting: Sources of the groups that can be drawn.

@@ -1,5 +1,8 @@
-"""A swap: averaging one fragment with one peer, from the request to the commit. Both sides take the
-mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
+"""A swap: averaging one fragment with one peer, from the request to the commit (NoLoCo, arXiv
+2506.10911, section 3.2). trio; no torch.
+
+Each side computes θ̄ = θ_i + w (θ_j − θ_i) with its own θ_i and w = ½. If the partner is n > 0 outer
+steps behind, w = ½ / (1 + n). If n > 4, w = 0: this side takes a solo step (`weights.rule`).
 
     A ─ swap(id, fragment, blocks, outer_step, fingerprint) ─▶ B
     A ◀─ accepted(id) | busy(retry_after) | refused(reason) ─ B    at once: nothing is copied yet
@@ -10,8 +13,10 @@ mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
         `_commit`         the trainer checks it with the gate and commits between two steps
 
 When an own outer step is due, `outer_step_due` asks at most TRIES candidates in the order of
-`Discovery.partners`. If none accepts, the trainer takes the step solo. When a peer proposes a swap,
-`answer` decides. Both paths continue in `_exchange`.
+`Discovery.partners`. If no swap succeeds within TRIES proposals or half an interval, the trainer
+takes the step solo; so it does without a network process. When a peer proposes a swap, `answer`
+decides. Both paths continue in `_exchange`. A swap that a peer proposed counts as the own outer
+step of the fragment if that is due within half an interval (`schedule.EARLY`).
 
 A failure ends one swap, is counted by cause, and lengthens the peer's `PeerBackoff`, unless it is
 this node's fault. A side that fails does not notify the other side, which may commit alone;
@@ -123,7 +128,7 @@ REMEMBERED_SWAPS: Final = 64
 """Accepted swaps whose payload requests are answered."""
 
 OUTCOMES: Final = (
-    "applied",  # outer steps with a partner's weights
+    "applied",  # completed swaps; `lagging` and `probation` average with weight 0
     "solo",  # outer steps without a partner
     "busy",  # proposals without a swap, by answer
     "refused",
@@ -228,10 +233,6 @@ class SwapState:
     over: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     began: float = field(default_factory=trio.current_time)
-
-    @property
-    def is_applied(self) -> bool:
-        return self.ended is not None and self.ended.committed
 
 
 @dataclass
@@ -550,8 +551,8 @@ class Exchange:
         while len(self._recent) > REMEMBERED_SWAPS:
             self._recent.popitem(last=False)
 
-    async def _exchange(self, swap: SwapState) -> bool:
-        """Run an accepted swap up to the commit. Return True if the trainer has committed."""
+    async def _exchange(self, swap: SwapState) -> None:
+        """Run an accepted swap up to the commit."""
         cause = "no_trainer"
         with swap.scope:  # cancelled when the trainer leaves
             cause = (
@@ -561,7 +562,6 @@ class Exchange:
                 or await self._commit(swap)
             )
         self._conclude(swap, cause)
-        return swap.is_applied
 
     async def _copy(self, swap: SwapState) -> str:
         """Have the trainer copy and encode its weights, and offer them to the partner.
@@ -656,7 +656,7 @@ class Exchange:
         return ""
 
     async def _commit(self, swap: SwapState) -> str:
-        """Have the trainer check the partner's weights with its gate, and commit the mean."""
+        """Have the trainer check the partner's weights with its gate, and commit θ̄."""
         assert swap.partner_offer is not None
         swap.phase = "judging"
         apply = local.ApplyPayload(

@@ -137,7 +137,8 @@ class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     outcome: str
     """One of OUTCOMES."""
     committed: bool
-    """True if the outer step used the partner's weights."""
+    """True if an outer step was taken: with the average, or with this node's weights alone if the
+    outcome is `lagging` or `probation`."""
     outer_step: int
     """Outer steps of the fragment after the swap."""
 
@@ -180,7 +181,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
 
 
 class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
-    """Check a partner's weights with the gate, and commit the mean if they pass."""
+    """Check a partner's weights with the gate, and commit θ̄ if they pass."""
 
     session: bytes
     fragment: int
