@@ -661,8 +661,8 @@ WEIGHTS = (
         "counter",
         "weights.outcomes",
         "Outer steps in a swap (`applied`) and without a partner (`solo`), proposals without a"
-        " swap (`busy`, `refused`, `unreachable`), and swaps that `failed`. `applied` includes swaps"
-        " with weight 0, which `swarmnode_weights_judged_total` counts as `lagging` and `probation`.",
+        " swap (`busy`, `refused`, `unreachable`), and swaps that `failed`. `applied` includes"
+        " swaps with weight 0: `lagging` and `probation` of `swarmnode_weights_judged_total`.",
         ("outcome",),
     ),
     Metric(

@@ -1,16 +1,16 @@
 """Admission: the checks that a peer's group must pass before a node trains on it, cheapest first.
 The module does no I/O, its memory is bounded, and no group can make it raise.
 
-    envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
-             ─ clock ─ sequence ─ policy version ─ seed ─ task and its version ─ turns ─ manifest
-             ─ tokens, length, charset ─▶ Candidate
+    envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ rate ─ signature ─ payload
+             ─ clock ─ sequence ─ policy version ─ difficulty, seed ─ task and its version ─ turns
+             ─ manifest ─ tokens, length, charset, token ids ─▶ Candidate
     Candidate ─ [scorer: prompt, rewards, replays of episodes] ─ rewards in range ─ replays end
               where the author's episodes end ─ rewards not all equal ─▶ ExternalGroup
 
 An author chooses neither the question nor its answer nor the reward. The question follows from the
 swarm, the author's peer id, its counter, the task and the difficulty; answer, observations and
-reward are recomputed here. So a peer cannot sign stolen completions: they answer another question
-than its own. Pool, sampling and an importance weight of at most 1 bound the influence of each
+reward are recomputed here. A peer cannot re-sign copied completions: its own seed gives another
+question. Pool, sampling and an importance weight of at most 1 bound the influence of each
 author.
 """
 
@@ -65,7 +65,7 @@ LONGEST_FACTOR = 4
 """Longest completion that is trained on, in units of this node's own limit."""
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class Refusal(msgspec.Struct, frozen=True):
     """A refused group. `peer` is the author if the signature is valid, else None."""
 
     verdict: Verdict
@@ -144,7 +144,7 @@ class Admission:
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
         self._signers = Signers()
-        self._seen = Frames(SEEN_FRAMES)
+        self._seen = SeenEnvelopes(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
         self._diverged: set[str] = set()
         """Tasks with an episode that ended at another action in the replay."""
@@ -156,7 +156,7 @@ class Admission:
         self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
-    def check(self, body: bytes, now: float) -> Candidate | Rejected:
+    def check(self, body: bytes, now: float) -> Candidate | Refusal:
         """Apply all checks that need no scorer to a fetched envelope. Cannot raise."""
         try:
             result = self._check(body, now)
@@ -175,7 +175,7 @@ class Admission:
         """Return True if the envelope with this content id passed the signature check before."""
         return content in self._seen
 
-    def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Rejected:
+    def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Refusal:
         """Check a candidate against the result of this node's scorer. Cannot raise.
 
         Args:
@@ -207,7 +207,7 @@ class Admission:
             observations=[list(episode.observations) for episode in scored.episodes],
         )
 
-    def refuse(self, reason: str, peer: str | None = None) -> Rejected:
+    def refuse(self, reason: str, peer: str | None = None) -> Refusal:
         """Count a refusal and return it. The first refusal for each reason is logged.
 
         The steps after admission (scoring queue, scorer, pool) also report their refusals here.
@@ -221,7 +221,7 @@ class Admission:
             level = log.warning if verdict is Verdict.REJECT else log.info
             level("first group refused for this reason: reason=%s peer=%s", reason, peer)
         self._outcomes[reason] += 1
-        return Rejected(verdict, reason, peer)
+        return Refusal(verdict, reason, peer)
 
     def _log_divergence(self, candidate: Candidate) -> None:
         """Log the first group of each task whose episodes end at another action in the replay, with
@@ -302,8 +302,8 @@ class Admission:
             return reason, peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        self._signers.prove(signed.key, signer)
-        self._seen.prove(content, now)
+        self._signers.mark_candidate(signed.key, signer)
+        self._seen.mark_candidate(content, now)
         return Candidate(content, peer, group, body)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
@@ -312,7 +312,7 @@ class Admission:
             return "outdated"
         task = group.task
         if task.difficulty and not self.chooses:
-            return "seed"
+            return "seed"  # without the rule `/swarmnode/choice/1`, every difficulty is 0
         if not check_seed(self.swarm, signer.peer, group.sequence, task):
             return "seed"
         version = self._versions.get(task.id)
@@ -517,7 +517,7 @@ class Signers:
         """Store an author whose signature was verified."""
         _put(self._others, key, signer)
 
-    def prove(self, key: bytes, signer: Signer) -> None:
+    def mark_candidate(self, key: bytes, signer: Signer) -> None:
         """Record that a group of this author became a candidate."""
         self._others.pop(key, None)
         _put(self._proven, key, signer)
@@ -529,9 +529,9 @@ def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> Non
         signers.popitem(last=False)
 
 
-class Frames:
-    """Content ids of the frames seen: candidates while they could be admitted again, and the last
-    `most` other frames.
+class SeenEnvelopes:
+    """Content ids of the envelopes seen: candidates while they could be admitted again, and the
+    last `most` other envelopes.
 
     If more than MOST_CANDIDATES arrive in that time, the oldest are forgotten, and `is_forgotten`
     returns True for groups of that age.
@@ -550,13 +550,13 @@ class Frames:
         return content in self._candidates or content in self._others
 
     def add(self, content: bytes) -> None:
-        """Record a frame."""
+        """Record an envelope."""
         self._others[content] = None
         if len(self._others) > self.most:
             self._others.popitem(last=False)
 
-    def prove(self, content: bytes, now: float) -> None:
-        """Record that a frame became a candidate."""
+    def mark_candidate(self, content: bytes, now: float) -> None:
+        """Record that an envelope became a candidate."""
         self._others.pop(content, None)
         self._candidates[content] = now
         longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
@@ -660,8 +660,8 @@ class ScoringQueue:
             nursery.start_soon(self._work)
 
     async def _work(self) -> None:
-        """Score batches until cancelled. An author gets a strike only if the scorer succeeded for
-        another group of the batch, or succeeds for a question of this node; otherwise the scorer
+        """Score batches until cancelled. An author gets a strike only if the scorer succeeds for
+        another group of the batch, or for a question that this node chooses; otherwise the scorer
         itself may be broken."""
         while True:
             while not (batch := self._queue.take(SCORER_GROUPS)):
@@ -687,8 +687,8 @@ class ScoringQueue:
                 )
 
     async def _works(self, task: TaskRef) -> bool:
-        """Return True if the scorer makes a question of a task at an address of this node's
-        choice. All groups of a batch may be of one author."""
+        """Return True if the scorer generates a question that this node chooses. All groups of a
+        batch may be of one author."""
         own = TaskRef(task.id, task.version, evaluation_seed(task.id), 0)
         try:
             (scored,) = await self._scorer.score_many([(own, [])])

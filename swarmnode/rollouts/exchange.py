@@ -1,5 +1,5 @@
 """The rollout service of a node: it publishes the node's own groups and fetches groups of peers
-(SAPO, arXiv 2509.08721). Read `admission` and `pool` next.
+(SAPO, arXiv 2509.08721). Read `admission`, `pool` and `puller` (what is fetched when) next.
 
     trainer ─ publish: check, sign ─▶ shelf ─▶ peers that fetch it
     peers' shelves ─ PullGossip ─▶ admission ─▶ scorer ─▶ pool, shelf
@@ -28,7 +28,7 @@ from swarmnode.rollouts import sampling
 from swarmnode.rollouts.admission import (
     Admission,
     AdmissionStatistics,
-    Rejected,
+    Refusal,
     Scorer,
     ScoringQueue,
     Signer,
@@ -307,7 +307,7 @@ class RolloutExchange:
             self._clock(),
             self._rng,
             self.authors.trust,
-            self.authors.belief,
+            self.authors.participation,
             request.per_peer,
         )
         tokenizer = self._policy.tokenizer if self._policy else b""
@@ -317,7 +317,7 @@ class RolloutExchange:
             else msgspec.structs.replace(g, group=without_token_ids(g.group))
             for g in groups
         ]
-        waiting = self.pool.waiting(self.authors.belief)
+        waiting = self.pool.waiting(self.authors.participation)
         self._gossip.drew(request.count, waiting, request.policy_version)
         return Drawn(request.request, groups)
 
@@ -335,15 +335,15 @@ class RolloutExchange:
     def _scored(self, candidate: Candidate, scored: Scored) -> None:
         """Put a scored group into the pool and on the shelf."""
         group = self.admission.check_scored(candidate, scored)
-        if isinstance(group, Rejected) and group.reason == "trajectory":
-            self._gossip.diverged(candidate.content)
+        if isinstance(group, Refusal) and group.reason == "trajectory":
+            self._gossip.replay_failed(candidate.content)
             return
         self._gossip.scored(candidate.content, scored.rewards)
-        if isinstance(group, Rejected):
+        if isinstance(group, Refusal):
             return
         connected = candidate.peer in self._network.connected()
         nearest = candidate.peer if connected else candidate.source or candidate.peer
-        source = self._network.group(nearest) or nearest
+        source = self._network.origin(nearest) or nearest
         if self.pool.add(
             group, self._clock(), self._version, source, is_direct=nearest == candidate.peer
         ):
@@ -497,9 +497,9 @@ class PullGossip:
         self._get_puller().scored(content, rewards, trio.current_time())
         self._changed.set()
 
-    def diverged(self, content: bytes) -> None:
+    def replay_failed(self, content: bytes) -> None:
         """Note that the episodes of a group end elsewhere when they are replayed."""
-        self._get_puller().diverged(content)
+        self._get_puller().replay_failed(content)
         self._changed.set()
 
     def statistics(self) -> PullStatistics:
@@ -617,7 +617,7 @@ class PullGossip:
             self._count_fault(puller, holder, "content")
             return "mismatch"
         result = self._admission.check(body, self._clock())
-        if isinstance(result, Rejected):
+        if isinstance(result, Refusal):
             if result.verdict is Verdict.REJECT:
                 # The holder had to apply the same checks before it listed the group.
                 self._count_fault(puller, holder, "content")

@@ -2,7 +2,8 @@
 (`SourceShares`) and trust in authors (`Authors`). Time, policy version and randomness are
 arguments.
 
-A source is the connection that delivered a group; a step draws from several sources. The pool is
+A source is the network prefix or relay through which a group came. A step draws from several
+sources. The pool is
 bounded in groups and in bytes, and so is each peer's share of it. In a full share, a peer's newest
 group replaces its oldest. In a full pool, the oldest group of the most represented peer is evicted.
 
@@ -47,7 +48,7 @@ HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""Common source name of all new peers."""
+"""Source name that all unknown authors share (`sampling.is_known`)."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -126,11 +127,11 @@ class Pool:
     def __len__(self) -> int:
         return self._groups
 
-    def waiting(self, belief: Callable[[str], float]) -> int:
-        """Return the number of groups, each weighted by `belief`, its author's share of draws.
-        Groups that are rarely drawn thus do not keep this node from fetching others.
+    def waiting(self, participation: Callable[[str], float]) -> int:
+        """Return the number of groups, each weighted by `participation`, its author's share of
+        draws. Groups that are rarely drawn thus do not keep this node from fetching others.
         """
-        return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
+        return round(sum(participation(peer) * len(mine) for peer, mine in self._peers.items()))
 
     def add(
         self,
@@ -189,7 +190,7 @@ class Pool:
         now: float,
         rng: random.Random,
         trust: Callable[[str], float] = lambda peer: 1.0,
-        belief: Callable[[str], float] = lambda peer: 1.0,
+        participation: Callable[[str], float] = lambda peer: 1.0,
         per_peer: int | None = None,
     ) -> list[ExternalGroup]:
         """Remove and return up to `count` groups for the step at `policy_version`.
@@ -200,8 +201,8 @@ class Pool:
 
         Args:
             trust: Peer id → weight of the peer's groups, in [0, 1].
-            belief: Peer id → share of draws in which the peer takes part. A low weight alone would
-                not exclude a peer, because every source gets a group.
+            participation: Peer id → share of draws in which the peer takes part. A low weight alone
+                would not exclude a peer, because every source gets a group.
             per_peer: Maximum number of groups of one peer if there are several peers; None for
                 `sampling.most_per_peer(count)`.
         """
@@ -212,7 +213,8 @@ class Pool:
         trusted = {peer: trust(peer) for peer in self._peers}
         name = lambda e: e.source if sampling.is_known(trusted[e.group.peer]) else NEWCOMERS
         weights = {
-            peer: weight if rng.random() < belief(peer) else 0.0 for peer, weight in trusted.items()
+            peer: weight if rng.random() < participation(peer) else 0.0
+            for peer, weight in trusted.items()
         }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
         if len(self._peers) == 1:
@@ -316,13 +318,13 @@ def _peer(entry: _Entry) -> str:
 # ---- sources -------------------------------------------------------------------------------------
 
 
-FIRST_NUMBERS = 16
-"""Numbers that an author's first group counts for, since earlier numbers are unknown. So a new key
-for each group gains nothing."""
+FIRST_GAP = 16
+"""Sequence numbers that an author's first group counts for, since its earlier numbers are unknown.
+So a new key for each group gains nothing."""
 MOST_GAP = 64
-"""Most numbers that one gap counts for."""
+"""Most sequence numbers that one gap counts for."""
 MEMORY_NUMBERS = 512
-"""Numbers of a source that are remembered: at twice as many, all counts are halved."""
+"""Sequence numbers of a source that are remembered: at twice as many, all counts are halved."""
 HISTORY_DRAWS = 16
 """Draws over which a source's part is bounded. Rare successes come in bursts."""
 EXCESS = 1.5
@@ -380,7 +382,7 @@ class SourceShares:
     def arrived(self, source: str, author: str, sequence: int) -> None:
         """Record an admitted group."""
         newest = self._newest.pop(author, None)
-        gap = FIRST_NUMBERS if newest is None else min(MOST_GAP, max(0, sequence - newest))
+        gap = FIRST_GAP if newest is None else min(MOST_GAP, max(0, sequence - newest))
         self._newest[author] = sequence if newest is None else max(newest, sequence)
         density = self._density.pop(source, None) or Density()
         density.add(gap)
@@ -425,7 +427,7 @@ class SourceShares:
 
     def _value(self, source: str) -> float:
         known = self._density.get(source)
-        return known.value if known is not None else 1.0 / FIRST_NUMBERS
+        return known.value if known is not None else 1.0 / FIRST_GAP
 
 
 # ---- authors -------------------------------------------------------------------------------------
@@ -453,7 +455,7 @@ class Authors:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._trust = PeerTrust()
+        self._trust = AuthorTrust()
         self._admitted: OrderedDict[str, int] = OrderedDict()
         self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
 
@@ -497,17 +499,17 @@ class Authors:
         score = self._network.score(peer)
         return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)
 
-    def belief(self, peer: str) -> float:
+    def participation(self, peer: str) -> float:
         """Return the share of draws in which the groups of `peer` take part."""
-        return self._trust.belief(peer)
+        return self._trust.participation(peer)
 
     def fetch_weight(self, peer: str) -> float:
         """Return the weight of the groups of `peer` in the choice of fetches, 0 to 1: its trust ×
         the share of draws in which its groups take part."""
-        return self.trust(peer) * self.belief(peer)
+        return self.trust(peer) * self.participation(peer)
 
 
-class PeerTrust:
+class AuthorTrust:
     """Counts of judged groups by peer, bounded."""
 
     def __init__(self) -> None:
@@ -538,10 +540,12 @@ class PeerTrust:
         (`sampling.trust`)."""
         return sampling.trust(reputation, self.used(peer))
 
-    def belief(self, peer: str) -> float:
-        """Return the share of draws in which its groups take part: `0.5 ** refusals`, where each
-        refusal without a used group since the last one counts twice, and each used group removes
-        one."""
+    def participation(self, peer: str) -> float:
+        """Return the share of draws in which its groups take part: `0.5 ** refusals`.
+
+        The count is 0 to 4. A refusal adds 1, or 2 if no group was used since the last one. A used
+        group subtracts 1.
+        """
         return float(0.5 ** self._refused.get(peer, 0))
 
 

@@ -1,7 +1,7 @@
 """Averaging in the network process: creates its parts and connects them with the trainer.
 
 Discovery      peers that average the same policy
-Exchange       swaps: requests them and answers requests
+SwapService    swaps: requests them and answers requests
 PayloadStore   files of weights, this node's and peers'
 StateSeeker    fetches a neighbour's state for a new node
 StateServer    serves this node's state to new neighbours
@@ -20,7 +20,7 @@ from swarmnode.config import WeightsConfig
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.exchange import Exchange
+from swarmnode.weights.exchange import SwapService
 from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.payload_store import PayloadStore
 from swarmnode.weights.state import CatchUpStatistics, StateSeeker, StateServer
@@ -88,7 +88,7 @@ class WeightService:
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
         self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time)
-        self._exchange = Exchange(
+        self._exchange = SwapService(
             network,
             self._replica,
             self._discovery,
@@ -169,10 +169,10 @@ class WeightService:
                 self._exchange.outer_step_due(message)
             case local.SnapshotWritten():
                 self._exchange.snapshot_written(message)
-            case local.ExchangeEnded():
+            case local.SwapEnded():
                 self._replica.outer_steps[message.fragment] = message.outer_step
                 self._exchange.exchange_ended(message)
-            case local.ExchangeReverted(peer):
+            case local.SwapReverted(peer):
                 self._exchange.reverted(peer)
             case local.StateWritten():
                 self._exchange.start(self._state_server.written, message)

@@ -89,14 +89,14 @@ async def test_swap_uses_the_trainer_socket_five_times(tmp_path):
         ]
         assert sorted(crossed[0]) == [
             "ApplyPayload",
-            "ExchangeEnded",
+            "SwapEnded",
             "OuterStepDue",
             "SnapshotWritten",
             "TakeSnapshot",
         ]
         assert sorted(crossed[1]) == [
             "ApplyPayload",
-            "ExchangeEnded",
+            "SwapEnded",
             "SnapshotWritten",
             "TakeSnapshot",
         ]

@@ -175,7 +175,7 @@ async def test_flood_of_proposals_gets_one_swap(tmp_path):
         await until(lambda: victim.service.statistics().phase == "idle")
         copied, dropped = (
             [m for m in victim.to_trainer if isinstance(m, kind)]
-            for kind in (local.TakeSnapshot, local.DropExchange)
+            for kind in (local.TakeSnapshot, local.DropSwap)
         )
         assert [m.session for m in copied] == [m.session for m in dropped]
         assert len(copied) == 1

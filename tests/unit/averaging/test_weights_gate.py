@@ -310,10 +310,10 @@ def test_counts_outcomes_of_peers_and_rejects_unknown_ones():
     gate = AveragingGate()
     refused = ("payload", "lagging", "lora_residual", "reverted")
     for outcome in refused:
-        gate.refused(outcome)
+        gate.count_outcome(outcome)
     assert gate.statistics().outcomes == dict.fromkeys(refused, 1)
     with pytest.raises(KeyError):
-        gate.refused("because")
+        gate.count_outcome("because")
 
 
 def layered(distance, seed=0):

@@ -273,10 +273,10 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     for _ in range(100):
         exchange.authors.judged(Judged(peer, "spot_check"))
     assert exchange.authors.trust(peer) == 0.25, "and the network still listens"
-    assert exchange.authors.belief(peer) == 1 / 16
+    assert exchange.authors.participation(peer) == 1 / 16
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))
-    assert exchange.authors.trust(peer) == exchange.authors.belief(peer) == 1.0, (
+    assert exchange.authors.trust(peer) == exchange.authors.participation(peer) == 1.0, (
         "whoever is trained on again is trusted again"
     )
 
@@ -288,7 +288,7 @@ async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     assert exchange.authors.trust(liar) == 1.0
     exchange.authors.judged(Judged(liar, "forged_ids"))
     assert exchange.authors.trust(liar) < 0.25
-    assert exchange.authors.belief(liar) == 0.5
+    assert exchange.authors.participation(liar) == 0.5
     assert +Counter(exchange.statistics().judged) == {"used": 16, "forged_ids": 1}
 
 
