@@ -1,13 +1,13 @@
 """Slow weights φ and momentum δ of one replica, and the outer step. All are float32 on the host,
 whatever dtype the policy computes in.
 
-    every H inner steps:
+    every H inner steps (training steps):
         snapshot = host_copy(parameters)             while no optimizer step runs; partners fetch it
         slow = state.slow(snapshot)                  at the same time, φ and δ of the same tensors
         mean = gate(snapshot, partner's weights)     while inner steps continue
         prepared = prepare(state.rule, slow, mean)   while inner steps continue
         state.take(prepared)                         between two inner steps
-        state.merge_parameters(parameters, snapshot)           between the same two inner steps
+        state.merge_parameters(parameters, snapshot) between the same two inner steps
 
 `prepare` can run beside inner steps because no tensor of its arguments is ever changed in place.
 
@@ -21,17 +21,14 @@ The optimizer's moments are neither exchanged nor reset. Weights are set with `t
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
 
 import torch
 
 from swarmnode.errors import StateError
 from swarmnode.policy.footprint import UNDO_WEIGHTS
-from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.rule import Rule
 
 Tensors = dict[str, torch.Tensor]
@@ -334,92 +331,3 @@ class OuterState:
 
 def _square(tensor: torch.Tensor) -> float:
     return float(tensor.square().sum(dtype=torch.float64))
-
-
-# ---- swaps under way -----------------------------------------------------------------------------
-
-
-DROPPED: Final = 1024
-"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
-state."""
-
-
-@dataclass(frozen=True)
-class TrainerSwap:
-    """The trainer's state of one swap of a fragment, or of a solo step."""
-
-    session: bytes
-    """Id of the swap; empty for a solo step."""
-    fragment: int
-    snapshot: Tensors
-    """This node's weights of the fragment at the time of the copy, float32 on the host."""
-    shared: Tensors
-    """The subset of `snapshot` that the partner holds too."""
-    slow: SlowWeights
-    """φ and δ at the time of the copy."""
-    outer_step: int
-    """Outer steps that the fragment had taken. If the swap takes only tensors that the last
-    partner did not hold, the last step is not counted."""
-    peer: str = ""
-    their_outer_step: int | None = None
-    """The partner's claim."""
-    prepared: Prepared | None = None
-    """The outer step with the tensors that passed the gate; None before."""
-    outcome: str = ""
-    """The gate's verdict, one of `weights.local.OUTCOMES`."""
-
-
-class SwapTable:
-    """Swaps under way in the trainer by id, at most MOST_SWAPS. A swap that is not in the table
-    must not be applied. All methods are thread-safe."""
-
-    def __init__(self) -> None:
-        self._swaps: OrderedDict[bytes, TrainerSwap] = OrderedDict()
-        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
-        self._lock = threading.Lock()
-
-    def put(self, swap: TrainerSwap) -> None:
-        """Add a swap unless it was dropped before. Of more than MOST_SWAPS, remove the
-        oldest."""
-        with self._lock:
-            if swap.session in self._dropped:
-                return
-            self._swaps[swap.session] = swap
-            while len(self._swaps) > MOST_SWAPS:
-                self._swaps.popitem(last=False)
-
-    def get(self, session: bytes) -> TrainerSwap | None:
-        with self._lock:
-            return self._swaps.get(session)
-
-    def update(self, swap: TrainerSwap) -> bool:
-        """Replace the record of a swap. Return False if the swap was dropped meanwhile."""
-        with self._lock:
-            if swap.session not in self._swaps:
-                return False
-            self._swaps[swap.session] = swap
-            return True
-
-    def pop(self, session: bytes) -> TrainerSwap | None:
-        with self._lock:
-            return self._swaps.pop(session, None)
-
-    def drop(self, session: bytes) -> None:
-        """Remove a swap, and refuse it if it is added later."""
-        with self._lock:
-            self._swaps.pop(session, None)
-            self._dropped.append(session)
-
-    def is_dropped(self, session: bytes) -> bool:
-        with self._lock:
-            return session in self._dropped
-
-    def drop_fragment(self, fragment: int) -> None:
-        """Remove all swaps of `fragment`: their copies are of weights that no longer exist."""
-        with self._lock:
-            for session in [s for s, swap in self._swaps.items() if swap.fragment == fragment]:
-                del self._swaps[session]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._swaps.clear()

@@ -3,13 +3,18 @@ between two steps.
 
     link's thread      `receive`: queues a message or drops a swap; returns at once
     worker's thread    slow work (`weights_worker`): copy, encode, write; read, decode, gate;
-    prepare
-                       the outer step
+                       prepare the outer step
     trainer's thread   `between_steps`: probe, which needs the model ─▶ commit. It never waits for
                        the network.
 
-The messages are defined in `weights.local`. No weight changes before the commit, so a swap
-that fails leaves the policy bit-identical. The commit is saved in the same state file as everything
+The calls of one swap, in order; those of the worker are marked w:
+
+    TakeSnapshot ─▶ w `_copy`, `_publish` ─▶ SnapshotWritten
+    ApplyPayload ─▶ w `_examine` ─▶ `_on_examined` ─▶ probe ─▶ `_on_losses`, `_decide`
+                 ─▶ `_schedule_step` ─▶ w `_prepared` ─▶ `_commit`, `_step` ─▶ SwapEnded
+
+The messages are defined in `weights.local`. No weight changes before the commit, so a swap that
+fails leaves the policy bit-identical. The commit is saved in the same state file as everything
 else, so after a kill it is either complete or absent.
 """
 
@@ -32,9 +37,7 @@ from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Los
 from swarmnode.averaging.outer import (
     OuterState,
     SlowWeights,
-    SwapTable,
     Tensors,
-    TrainerSwap,
     host_copy,
     unmoved,
 )
@@ -52,6 +55,8 @@ from swarmnode.trainer.weights_worker import (
     ReplicaParts,
     StateRead,
     StepPrepared,
+    SwapTable,
+    TrainerSwap,
     WorkerFailed,
 )
 from swarmnode.weights import fragments, local
@@ -254,7 +259,7 @@ class Replica:
                 return self._adopt(arrival)
         return False
 
-    # ---- a swap -----------------------------------------------------------------------------
+    # ---- a swap ----------------------------------------------------------------------------------
 
     def _on_examined(self, examined: PayloadExamined) -> None:
         swap = self._parts.swaps.get(examined.session)

@@ -1,8 +1,8 @@
 """The slow part of weight averaging in the trainer, in its own thread: copies, encodes and writes
 weights; reads, decodes and examines payloads; prepares outer steps.
 
-    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread, between two
-    steps
+    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread,
+                                                                    between two steps
 
 The worker changes no weights. It copies them under the optimizer's lock. It reads φ and δ without
 copying, because an outer step replaces these tensors and never modifies them.
@@ -16,23 +16,24 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from swarmnode.averaging import codecs, lora
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, SwapTable, Tensors, TrainerSwap, prepare
+from swarmnode.averaging.outer import OuterState, Prepared, SlowWeights, Tensors, prepare
 from swarmnode.averaging.payload_files import PayloadFiles, mapped
 from swarmnode.errors import BadMessage
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout
-from swarmnode.weights.local import STATE_CODEC, TensorHash
+from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 
@@ -40,6 +41,98 @@ log = logging.getLogger(__name__)
 
 NAMED = ("names", "dtype", "shape", "not_finite")
 """Reasons of `BadMessage` that are also outcomes of a swap."""
+
+
+# ---- swaps under way -----------------------------------------------------------------------------
+
+
+DROPPED: Final = 1024
+"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
+state."""
+
+
+@dataclass(frozen=True)
+class TrainerSwap:
+    """The trainer's state of one swap of a fragment, or of a solo step."""
+
+    session: bytes
+    """Id of the swap; empty for a solo step."""
+    fragment: int
+    snapshot: Tensors
+    """This node's weights of the fragment at the time of the copy, float32 on the host."""
+    shared: Tensors
+    """The subset of `snapshot` that the partner holds too."""
+    slow: SlowWeights
+    """φ and δ at the time of the copy."""
+    outer_step: int
+    """Outer steps that the fragment had taken. If the swap takes only tensors that the last
+    partner did not hold, the last step is not counted."""
+    peer: str = ""
+    their_outer_step: int | None = None
+    """The partner's claim."""
+    prepared: Prepared | None = None
+    """The outer step with the tensors that passed the gate; None before."""
+    outcome: str = ""
+    """The gate's verdict, one of `weights.local.OUTCOMES`."""
+
+
+class SwapTable:
+    """Swaps under way in the trainer by id, at most MOST_SWAPS. A swap that is not in the table
+    must not be applied. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._swaps: OrderedDict[bytes, TrainerSwap] = OrderedDict()
+        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
+        self._lock = threading.Lock()
+
+    def put(self, swap: TrainerSwap) -> None:
+        """Add a swap unless it was dropped before. Of more than MOST_SWAPS, remove the
+        oldest."""
+        with self._lock:
+            if swap.session in self._dropped:
+                return
+            self._swaps[swap.session] = swap
+            while len(self._swaps) > MOST_SWAPS:
+                self._swaps.popitem(last=False)
+
+    def get(self, session: bytes) -> TrainerSwap | None:
+        with self._lock:
+            return self._swaps.get(session)
+
+    def update(self, swap: TrainerSwap) -> bool:
+        """Replace the record of a swap. Return False if the swap was dropped meanwhile."""
+        with self._lock:
+            if swap.session not in self._swaps:
+                return False
+            self._swaps[swap.session] = swap
+            return True
+
+    def pop(self, session: bytes) -> TrainerSwap | None:
+        with self._lock:
+            return self._swaps.pop(session, None)
+
+    def drop(self, session: bytes) -> None:
+        """Remove a swap, and refuse it if it is added later."""
+        with self._lock:
+            self._swaps.pop(session, None)
+            self._dropped.append(session)
+
+    def is_dropped(self, session: bytes) -> bool:
+        with self._lock:
+            return session in self._dropped
+
+    def drop_fragment(self, fragment: int) -> None:
+        """Remove all swaps of `fragment`: their copies are of weights that no longer exist."""
+        with self._lock:
+            for session in [s for s, swap in self._swaps.items() if swap.fragment == fragment]:
+                del self._swaps[session]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._swaps.clear()
+
+
+# ---- state that both threads share ---------------------------------------------------------------
 
 
 @dataclass

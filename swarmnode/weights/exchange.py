@@ -10,7 +10,7 @@ steps behind, w = ½ / (1 + n). If n > 4, w = 0: this side takes a solo step (`w
         `_copy`           the trainer copies between two steps and encodes
         `_await_payload`  ask the partner for payload(id) until it is ready
         `_fetch`          fetch it by bulk transfer
-        `_apply_payload`         the trainer checks it with the gate and commits between two steps
+        `_apply_payload`  the trainer checks it with the gate and commits between two steps
 
 When an own outer step is due, `outer_step_due` asks at most TRIES candidates in the order of
 `Discovery.partners`. If no swap succeeds within TRIES proposals or half an interval, the trainer
@@ -767,7 +767,7 @@ class SwapService:
         elif snapshot.path:
             self._store.discard(Path(snapshot.path))
 
-    def exchange_ended(self, ended: local.SwapEnded) -> None:
+    def swap_ended(self, ended: local.SwapEnded) -> None:
         """Take the trainer's result of a swap."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
         self.statistics.judged[outcome] += 1

@@ -171,7 +171,7 @@ class WeightService:
                 self._exchange.snapshot_written(message)
             case local.SwapEnded():
                 self._replica.outer_steps[message.fragment] = message.outer_step
-                self._exchange.exchange_ended(message)
+                self._exchange.swap_ended(message)
             case local.SwapReverted(peer):
                 self._exchange.reverted(peer)
             case local.StateWritten():

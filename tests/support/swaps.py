@@ -229,7 +229,7 @@ class Party:
         committed = outcome in ("accepted", "clipped", "lagging", "probation")
         self.replica.outer_steps[message.fragment] += committed
         self.applied[message.peer] += committed
-        self.exchange.exchange_ended(
+        self.exchange.swap_ended(
             local.SwapEnded(
                 message.session, message.fragment, message.peer, outcome, committed, self.outer_step
             )

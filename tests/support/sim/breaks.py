@@ -20,7 +20,7 @@ from swarmnode.weights.exchange import SwapService
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),
     "deadline": (exchange, "fetch_deadline", mock.Mock(return_value=math.inf)),
-    "commit": (SwapService, "exchange_ended", mock.Mock()),
+    "commit": (SwapService, "swap_ended", mock.Mock()),
 }
 
 

@@ -386,7 +386,7 @@ async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
         a.encodes_in = 1e6
         a.exchange.answer("b", requested(a))
         await trio.sleep(0.1)
-        a.exchange.exchange_ended(local.SwapEnded(requested(a).id, 0, "", "local", False, 20))
+        a.exchange.swap_ended(local.SwapEnded(requested(a).id, 0, "", "local", False, 20))
         await trio.sleep(0.1)
         assert a.exchange.phase == ("idle", "")
         assert a.failures == {"local": 1}
