@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import fmean
 
 from swarmnode.p2p.turnover import SILENT_SECONDS
+from swarmnode.rollouts.authors import AuthorTrust
 from swarmnode.rollouts.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.rollouts.pool import AuthorTrust, Pool
+from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.puller import Pull, Puller
 from swarmnode.rollouts.sampling import most_per_peer, spread
 from swarmnode.rollouts.shelf import ANSWER_INTERVAL_SECONDS, NEWS_SECONDS, Allowances, Shelf

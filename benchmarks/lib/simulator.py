@@ -31,8 +31,9 @@ from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
+from swarmnode.rollouts.authors import AuthorTrust
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
-from swarmnode.rollouts.pool import AuthorTrust, Pool
+from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored

@@ -3,7 +3,7 @@
 
     trainer ─ publish: check, sign ─▶ shelf ─▶ peers that fetch it
     peers' shelves ─ PullGossip ─▶ admission ─▶ scorer ─▶ pool, shelf
-    trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ pool.Authors (trust)
+    trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ authors (trust)
 
 A failed fetch or a failed scorer loses one group and is counted. Any other exception is a defect of
 this node and ends `run`.
@@ -34,6 +34,7 @@ from swarmnode.rollouts.admission import (
     Signer,
     clock_reason,
 )
+from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.groups import (
     Candidate,
     Draw,
@@ -45,7 +46,7 @@ from swarmnode.rollouts.groups import (
     is_useful,
     without_token_ids,
 )
-from swarmnode.rollouts.pool import Authors, Pool, PoolStatistics
+from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.puller import PROVEN, Fault, ListingStatistics, Pull, Puller, contradiction
 from swarmnode.rollouts.reasons import Verdict
 from swarmnode.rollouts.shelf import ServingStatistics, Shelf, ShelfServer

@@ -155,45 +155,6 @@ FALSE_DATA: Final = frozenset(("size", "hash", "malformed"))
 """Failures that prove that the partner sent false data. They cost it reputation."""
 
 
-class PeerBackoff:
-    """Backoff state of one peer, which is neither asked nor accepted before `until`.
-
-    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. The success of a swap that
-    began after the last failure clears it.
-    """
-
-    def __init__(self) -> None:
-        self.until = -math.inf
-        self._failures = 0
-        self._failed_at = -math.inf
-
-    def fail(self, now: float, seconds: float) -> None:
-        """Count a failure. The first one costs `seconds`."""
-        wait = min(seconds * 2.0 ** min(self._failures, 32), LONGEST_BACKOFF_SECONDS)
-        self.until = max(self.until, now + wait)
-        self._failures += 1
-        self._failed_at = now
-
-    def succeed(self, began: float) -> None:
-        """Count a success of a swap that began at `began`."""
-        if began >= self._failed_at:
-            self.until, self._failures = -math.inf, 0
-
-
-@dataclass
-class Partner:
-    """State that is remembered of one peer. Times are trio's."""
-
-    backoff: PeerBackoff = field(default_factory=PeerBackoff)
-    swapped_at: float = -math.inf
-    """Time at which the last swap with it began."""
-    busy_until: float = -math.inf
-    """End of the wait that its last `busy` requested. Until then it is asked after the other
-    candidates."""
-    applied: int = 0
-    """Number of applied swaps."""
-
-
 @dataclass(frozen=True)
 class OfferedPayload:
     """This node's weights of a fragment, copied, encoded and offered to partners."""
@@ -833,3 +794,45 @@ class SwapService:
         the factor 2."""
         size, bulk = self._replica.limits[swap.fragment], self._network.bulk
         return 2 * min(bulk.deadline(swap.peer, size), SLOWER * bulk.deadline("", size))
+
+
+# ---- memory of partners --------------------------------------------------------------------------
+
+
+class PeerBackoff:
+    """Backoff state of one peer, which is neither asked nor accepted before `until`.
+
+    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. The success of a swap that
+    began after the last failure clears it.
+    """
+
+    def __init__(self) -> None:
+        self.until = -math.inf
+        self._failures = 0
+        self._failed_at = -math.inf
+
+    def fail(self, now: float, seconds: float) -> None:
+        """Count a failure. The first one costs `seconds`."""
+        wait = min(seconds * 2.0 ** min(self._failures, 32), LONGEST_BACKOFF_SECONDS)
+        self.until = max(self.until, now + wait)
+        self._failures += 1
+        self._failed_at = now
+
+    def succeed(self, began: float) -> None:
+        """Count a success of a swap that began at `began`."""
+        if began >= self._failed_at:
+            self.until, self._failures = -math.inf, 0
+
+
+@dataclass
+class Partner:
+    """State that is remembered of one peer. Times are trio's."""
+
+    backoff: PeerBackoff = field(default_factory=PeerBackoff)
+    swapped_at: float = -math.inf
+    """Time at which the last swap with it began."""
+    busy_until: float = -math.inf
+    """End of the wait that its last `busy` requested. Until then it is asked after the other
+    candidates."""
+    applied: int = 0
+    """Number of applied swaps."""

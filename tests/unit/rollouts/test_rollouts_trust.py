@@ -4,7 +4,8 @@ on."""
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, AuthorTrust, Pool
+from swarmnode.rollouts.authors import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, AuthorTrust
+from swarmnode.rollouts.pool import Pool
 from tests.support.groups import external_group
 
 
