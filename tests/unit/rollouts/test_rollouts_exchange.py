@@ -48,7 +48,7 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
 
 async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, monkeypatch):
     reader = swarm.exchanges[0]
-    monkeypatch.setattr(reader._network, "group", lambda peer: "192.0.2.0/24")
+    monkeypatch.setattr(reader._network, "origin", lambda peer: "192.0.2.0/24")
     for number in (1, 2):
         assert swarm.exchanges[number].publish(swarm.authors[number].own_group(0)) == "published"
     await settle()
