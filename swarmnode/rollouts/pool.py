@@ -31,7 +31,7 @@ POOL_BYTES = 64 * 2**20
 """Maximum memory of the groups, as `memory_bytes` estimates it: about 160 groups of eight answers
 of 4,000 tokens, twenty times the draw of a step."""
 PEER_SHARE = 0.125
-"""Maximum share of the pool of one peer. Eight peers must cooperate to displace all others."""
+"""Maximum share of the pool of one author. Eight authors must cooperate to displace all others."""
 FRESH_VERSIONS = 4
 """Own policy versions during which a group counts as fresh. Older groups are drawn only to fill a
 batch."""
@@ -51,7 +51,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     bytes: int = 0
     peers: int = 0
     largest_peer_share: float = 0.0
-    """Groups of the most represented peer ÷ groups in the pool; 0 when empty."""
+    """Groups of the most represented author ÷ groups in the pool; 0 when empty."""
     oldest_seconds: float | None = None
     """Age of the oldest group; None when empty."""
     added: int = 0
@@ -61,7 +61,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     expired_age: int = 0
     expired_version: int = 0
     refused: int = 0
-    """Groups that are larger than one peer's share of the bytes, or already in the pool."""
+    """Groups that are larger than one author's share of the bytes, or already in the pool."""
     staleness: dict[int, int] = {}
     """Own policy versions since the arrival of a group, at most DROP_VERSIONS → number of drawn
     groups.
@@ -81,13 +81,13 @@ class _Entry(msgspec.Struct):
 
 
 class Pool:
-    """Groups by peer, in order of arrival. `now` is in Unix seconds; `policy_version` is this
+    """Groups by author, in order of arrival. `now` is in Unix seconds; `policy_version` is this
     node's own counter.
 
     Args:
         max_bytes: Limit of memory as `memory_bytes` estimates it.
         max_groups: Limit of groups.
-        peer_share: Share of both limits for one peer.
+        peer_share: Share of both limits for one author.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Pool:
         self.max_groups = max_groups
         self.peer_groups = max(1, int(max_groups * peer_share))
         self.peer_bytes = max(1, int(max_bytes * peer_share))
-        self._peers: dict[str, OrderedDict[bytes, _Entry]] = {}
+        self._authors: dict[str, OrderedDict[bytes, _Entry]] = {}
         self._shares = SourceShares()
         self._bytes_of: dict[str, int] = {}
         self._groups = 0
@@ -126,7 +126,9 @@ class Pool:
         """Return the number of groups, each weighted by `participation`, its author's share of
         draws. Groups that are rarely drawn thus do not keep this node from fetching others.
         """
-        return round(sum(participation(peer) * len(mine) for peer, mine in self._peers.items()))
+        return round(
+            sum(participation(author) * len(mine) for author, mine in self._authors.items())
+        )
 
     def add(
         self,
@@ -144,10 +146,10 @@ class Pool:
             is_direct: True if the author itself is the source.
 
         Returns:
-            False if the group is already there or too large for its peer's share.
+            False if the group is already there or too large for its author's share.
         """
         size = memory_bytes(group.group, group.prompt, group.observations)
-        mine = self._peers.get(group.peer)
+        mine = self._authors.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
             self._counts["refused"] += 1
             return False
@@ -157,7 +159,7 @@ class Pool:
             self._remove(group.peer, next(iter(mine)), "evicted_peer_share")
         while self._groups >= self.max_groups or self._bytes + size > self.max_bytes:
             self._evict()
-        self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
+        self._authors.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
             group, now, policy_version, size, source or group.peer, is_direct
         )
         self._shares.arrived(source or group.peer, group.peer, group.group.sequence)
@@ -171,12 +173,12 @@ class Pool:
         """Drop groups that arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own
         policy versions ago.
         """
-        for peer in list(self._peers):
-            for content, entry in list(self._peers[peer].items()):
+        for author in list(self._authors):
+            for content, entry in list(self._authors[author].items()):
                 if now - entry.arrived_at > limits.GROUP_AGE_SECONDS:
-                    self._remove(peer, content, "expired_age")
+                    self._remove(author, content, "expired_age")
                 elif policy_version - entry.arrived_version > DROP_VERSIONS:
-                    self._remove(peer, content, "expired_version")
+                    self._remove(author, content, "expired_version")
 
     def draw(
         self,
@@ -190,29 +192,29 @@ class Pool:
     ) -> list[ExternalGroup]:
         """Remove and return up to `count` groups for the step at `policy_version`.
 
-        Every source gets one group before any source gets two; new peers count as one
+        Every source gets one group before any source gets two; unknown authors count as one
         source. No source contributes more than its share. Fresh groups come first, in a random
         order weighted by `sampling.weight`; older groups only fill the batch.
 
         Args:
-            trust: Peer id → weight of the peer's groups, in [0, 1].
-            participation: Peer id → share of draws in which the peer takes part. A low weight alone
-                would not exclude a peer, because every source gets a group.
-            per_peer: Maximum number of groups of one peer if there are several peers; None for
+            trust: Author's peer id → weight of its groups, in [0, 1].
+            participation: Author's peer id → share of draws in which its groups take part. A low weight
+                alone would not exclude it, because every source gets a group.
+            per_peer: Maximum number of groups of one author if there are several; None for
                 `sampling.most_per_peer(count)`.
         """
         self.expire(now, policy_version)
-        entries = [entry for mine in self._peers.values() for entry in mine.values()]
+        entries = [entry for mine in self._authors.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
-        trusted = {peer: trust(peer) for peer in self._peers}
+        trusted = {author: trust(author) for author in self._authors}
         name = lambda e: e.source if sampling.is_known(trusted[e.group.peer]) else NEWCOMERS
         weights = {
-            peer: weight if rng.random() < participation(peer) else 0.0
-            for peer, weight in trusted.items()
+            author: weight if rng.random() < participation(author) else 0.0
+            for author, weight in trusted.items()
         }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
-        if len(self._peers) == 1:
+        if len(self._authors) == 1:
             most = count
         ordered = self._within_shares(
             self._shuffled(entries, policy_version, rng, weights, name), count
@@ -222,7 +224,7 @@ class Pool:
         chosen: list[_Entry] = []
         for some in (fresh, stale):
             some = sampling.spread_over_peers(
-                some, len(chosen) + len(some), _peer, most, already=chosen
+                some, len(chosen) + len(some), _author, most, already=chosen
             )[len(chosen) :]
             chosen = sampling.spread_over_peers(some, count, name, count, already=chosen)
         self._shares.drew(entry.source for entry in chosen)
@@ -262,8 +264,8 @@ class Pool:
                 e.group.rewards,
                 _lag(e, policy_version),
                 HALF_LIFE_VERSIONS,
-                # A peer with more groups is not drawn earlier.
-                trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
+                # An author with more groups is not drawn earlier.
+                trusted[e.group.peer] / (sharing[name(e)] * len(self._authors[e.group.peer])),
             )
             for e in entries
         ]
@@ -272,27 +274,27 @@ class Pool:
     def _evict(self) -> None:
         by_bytes = self._groups < self.max_groups
         most = max(
-            self._peers,
-            key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])),
+            self._authors,
+            key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._authors[p])),
         )
-        self._remove(most, next(iter(self._peers[most])), "evicted_full")
+        self._remove(most, next(iter(self._authors[most])), "evicted_full")
 
-    def _remove(self, peer: str, content: bytes, why: str) -> None:
-        entry = self._peers[peer].pop(content)
-        self._bytes_of[peer] -= entry.bytes
-        if not self._peers[peer]:
-            del self._peers[peer], self._bytes_of[peer]
+    def _remove(self, author: str, content: bytes, why: str) -> None:
+        entry = self._authors[author].pop(content)
+        self._bytes_of[author] -= entry.bytes
+        if not self._authors[author]:
+            del self._authors[author], self._bytes_of[author]
         self._groups -= 1
         self._bytes -= entry.bytes
         self._counts[why] += 1
 
     def statistics(self, now: float) -> PoolStatistics:
-        firsts = [next(iter(mine.values())).arrived_at for mine in self._peers.values()]
-        largest = max((len(mine) for mine in self._peers.values()), default=0)
+        firsts = [next(iter(mine.values())).arrived_at for mine in self._authors.values()]
+        largest = max((len(mine) for mine in self._authors.values()), default=0)
         return PoolStatistics(
             groups=self._groups,
             bytes=self._bytes,
-            peers=len(self._peers),
+            peers=len(self._authors),
             largest_peer_share=largest / self._groups if self._groups else 0.0,
             oldest_seconds=max(0.0, now - min(firsts)) if firsts else None,
             staleness=dict(self._staleness),
@@ -306,7 +308,7 @@ def _lag(entry: _Entry, policy_version: int) -> int:
     return max(0, policy_version - entry.arrived_version)
 
 
-def _peer(entry: _Entry) -> str:
+def _author(entry: _Entry) -> str:
     return entry.group.peer
 
 

@@ -161,7 +161,7 @@ async def test_vanishing_proposer_backs_off_longer_each_time(tmp_path, monkeypat
             failed = lambda times=times: sum(victim.service.statistics().failures.values()) == times
             await until(failed)
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
-            backoff = victim.service._exchange._known(peer).backoff
+            backoff = victim.service._swaps._known(peer).backoff
             waits.append(backoff.until - trio.current_time())
             await trio.sleep(waits[-1] + 0.1)
         assert waits[1] > 1.2 * waits[0]

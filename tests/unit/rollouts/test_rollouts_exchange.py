@@ -52,7 +52,7 @@ async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, mo
     for number in (1, 2):
         assert swarm.exchanges[number].publish(swarm.authors[number].own_group(0)) == "published"
     await settle()
-    entries = [entry for mine in reader.pool._peers.values() for entry in mine.values()]
+    entries = [entry for mine in reader.pool._authors.values() for entry in mine.values()]
     assert len({entry.group.peer for entry in entries}) == 2
     assert {entry.source for entry in entries} == {"192.0.2.0/24"}
     assert all(entry.is_direct for entry in entries)
