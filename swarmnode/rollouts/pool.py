@@ -198,8 +198,8 @@ class Pool:
 
         Args:
             trust: Author's peer id → weight of its groups, in [0, 1].
-            participation: Author's peer id → share of draws in which its groups take part. A low weight
-                alone would not exclude it, because every source gets a group.
+            participation: Author's peer id → share of draws in which its groups take part. A low
+                weight alone would not exclude it, because every source gets a group.
             per_peer: Maximum number of groups of one author if there are several; None for
                 `sampling.most_per_peer(count)`.
         """

@@ -118,7 +118,7 @@ SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """First backoff of a peer after a failed swap, in units of the swap's duration."""
-LIE_SECONDS: Final = 300.0
+FALSE_DATA_SECONDS: Final = 300.0
 """First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
 PARTNERS: Final = 256
@@ -691,7 +691,7 @@ class SwapService:
     def _report_false_data(self, peer: str, reason: str) -> None:
         """Lower the reputation and lengthen the backoff of a peer that provably sent false data."""
         self._network.rejected(peer, reason, PROOF)
-        self._fail(peer, LIE_SECONDS)
+        self._fail(peer, FALSE_DATA_SECONDS)
 
     def _fail(self, peer: str, seconds: float) -> None:
         self._partner(peer).backoff.fail(trio.current_time(), seconds)

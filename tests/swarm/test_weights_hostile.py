@@ -139,7 +139,7 @@ async def test_false_payload_suspends_its_sender(tmp_path):
 
 
 async def test_hostile_peer_stops_being_a_candidate(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "LIE_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "FALSE_DATA_SECONDS", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(1, 7):
             # Otherwise it would fall far behind and be ignored for that reason.

@@ -18,7 +18,7 @@ from swarmnode.weights.discovery import (
     partner_order,
 )
 from swarmnode.weights.exchange import (
-    LIE_SECONDS,
+    FALSE_DATA_SECONDS,
     LONGEST_BACKOFF_SECONDS,
     PARTNERS,
     REMEMBERED_SWAPS,
@@ -361,7 +361,7 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         assert a.rejected == ([("b", f"weights_{outcome}")] if lied else [])
         left = a.exchange._known("b").backoff.until - trio.current_time()
         assert (left > 0) == (cause == "gate")
-        assert (left > 0.9 * LIE_SECONDS) == lied
+        assert (left > 0.9 * FALSE_DATA_SECONDS) == lied
         assert b.applied == {"a": 1}
         assert all(offer.transfer not in a.store.ended for offer in a.store.offered) == (
             cause == "gate"
