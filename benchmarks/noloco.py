@@ -402,7 +402,7 @@ class Swarm:
         state = self.states[me]
         outer_step(state, mean)
         solo_step(state, {name: theta for name, theta in snapshot.items() if name not in mean})
-        state.commit(self.views[me], snapshot)
+        state.merge_parameters(self.views[me], snapshot)
         if self.arm.meeting != "all at once":
             fragment, clocks = pending.fragment, self.clocks[me]
             self.judged["alone"] += not mean

@@ -26,7 +26,7 @@ from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import Admission, Refusal
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.sampling import PROBATION_GROUPS
@@ -145,13 +145,13 @@ class HostileSwarm(Swarm):
         """Deliver a frame to an honest node, as `rollouts.exchange` does."""
         gate, reputation = self.gates[node.index]
         result = gate.check(frame, self.now)
-        if not isinstance(result, Rejected):
+        if not isinstance(result, Refusal):
             scored = self._regenerate(result.content, result.group)
             if isinstance(scored, Exception):
                 result = gate.refuse("scorer", result.peer)
             else:
                 result = gate.check_scored(result, scored)
-        if isinstance(result, Rejected):
+        if isinstance(result, Refusal):
             if sender not in self.honest:
                 self.hostile_outcomes[result.reason] += 1
             if result.verdict is Verdict.REJECT:

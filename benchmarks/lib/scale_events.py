@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import fmean
 
 from swarmnode.p2p.turnover import SILENT_SECONDS
+from swarmnode.rollouts.authors import AuthorTrust
 from swarmnode.rollouts.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.rollouts.pool import PeerTrust, Pool
+from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.puller import Pull, Puller
 from swarmnode.rollouts.sampling import most_per_peer, spread
 from swarmnode.rollouts.shelf import ANSWER_INTERVAL_SECONDS, NEWS_SECONDS, Allowances, Shelf
@@ -117,7 +118,7 @@ class Node:
         self.waiting: list[WaitingPoll] = []
         self.answered: dict[str, float] = {}
         """Reader → when its last waiting poll was answered."""
-        self.pool, self.trust = Pool(), PeerTrust()
+        self.pool, self.trust = Pool(), AuthorTrust()
         self.backlog: list[ExternalGroup] = []
         """Groups that a step had no room for; the next step takes them first."""
         self.linked: set[str] = set()
@@ -140,7 +141,13 @@ class Node:
         world, now = self.world, self.world.now
         count = ROOM + reserve(ROOM) - len(self.backlog)
         drawn = self.pool.draw(
-            count, self.version, now, self.rng, self._trusts, self.trust.belief, most_per_peer(ROOM)
+            count,
+            self.version,
+            now,
+            self.rng,
+            self._trusts,
+            self.trust.participation,
+            most_per_peer(ROOM),
         )
         drawn, self.backlog = [*self.backlog, *drawn], []
         used = 0
@@ -160,7 +167,7 @@ class Node:
             world.counts.full += used == ROOM
             world.fills.append((now, used / ROOM))
         self._make(MADE)
-        self.puller.drew(count, self.pool.waiting(self.trust.belief), self.version, now)
+        self.puller.drew(count, self.pool.waiting(self.trust.participation), self.version, now)
 
     def _train(self, group: ExternalGroup) -> None:
         world = self.world
@@ -264,7 +271,7 @@ class Node:
         return self.trust.of(peer, 1.0)
 
     def _fetch_weight(self, peer: str) -> float:
-        return self._trusts(peer) * self.trust.belief(peer)
+        return self._trusts(peer) * self.trust.participation(peer)
 
     # -- serving
 

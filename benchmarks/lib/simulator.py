@@ -31,8 +31,9 @@ from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
+from swarmnode.rollouts.authors import AuthorTrust
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
-from swarmnode.rollouts.pool import PeerTrust, Pool
+from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
@@ -224,7 +225,7 @@ class Averaging:
         else:
             judged = self.gate.conclude(found, *losses)
         assert self.outer.take(prepare(self.outer.rule, slow, judged.mean or {}, snapshot))
-        self.outer.commit(self.tensors.parameters, snapshot)
+        self.outer.merge_parameters(self.tensors.parameters, snapshot)
         return judged.outcome
 
 
@@ -264,7 +265,7 @@ class Node:
         self._backlog: list[ExternalGroup] = []
         self.used: Counter[str] = Counter()
         """Groups trained on, by peer."""
-        self.trusted = PeerTrust()
+        self.trusted = AuthorTrust()
         self.outcomes: Counter[str] = Counter()
         self.quota = TokenQuota() if arm.sharing.quota else None
         self.rescore: Rescore | None = None
@@ -326,7 +327,13 @@ class Node:
         room, sharing = self.split.external_room, self.arm.sharing
         count = room if sharing.uniform else room + reserve(room) - len(self._backlog)
         more = lambda count: self.pool.draw(
-            count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room)
+            count,
+            self.version,
+            now,
+            self.rng,
+            self.trust,
+            self.trusted.participation,
+            most_per_peer(room),
         )
         drawn = more(max(0, count))
         scored = partial(self.batcher.score_with_entropy, self.policy)

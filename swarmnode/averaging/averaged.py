@@ -45,7 +45,7 @@ class AveragedTensors:
         return [spec.name for spec in self.parts[fragment]]
 
     def shared(self, fragment: int, blocks: bytes) -> list[str]:
-        """Return the names of the fragment's tensors that are in `blocks`, packed."""
+        """Return the names of the fragment's tensors that are in `blocks`, a bitmask."""
         held = fragments.unpack(blocks)
         return [name for name in self.names(fragment) if fragments.block_of(name) in held]
 

@@ -6,7 +6,7 @@ The checks run in this order, and the first failure refuses the swap. d = θ_j �
     format    names, dtype, shape, finite, bounds
     norms     ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
     clip      θ̄ = θ_i + w · min(1, τ/‖d‖) · d, where τ² = Σ (2 × median of a block's accepted ‖d‖)²
-    probe     the loss of θ̄ on sequences that no peer has seen exceeds that of θ_i by at most ε
+    probe     the loss of θ̄ on own completions exceeds that of θ_i by at most ε
 
 `examine` does everything except the probe. It needs no model, so it can run in another thread while
 the model trains. `conclude` does the rest. `weights.payload` has checked all sizes before anything
@@ -63,8 +63,8 @@ WINDOW: Final = 32
 WINDOW_PER_PEER: Final = 4
 """Most distances of one peer in a window, so that a peer cannot set its own threshold."""
 FIRST: Final = 4
-"""Number of accepted distances that a median needs. With fewer, τ is 2 ‖θ_i − φ_i‖, and no partner
-is refused as `too_far`: this node may have trained for one step and the partner for fifty."""
+"""Number of accepted distances that a median needs. Below this number, τ = 2 ‖θ_i − φ_i‖ and
+`too_far` is not checked: this node may have trained for one step and the partner for fifty."""
 EPSILON_RANGE: Final = 4.0
 """Upper bound of ε in units of ε₀. ε grows with the probe's usual change in accepted swaps, which
 is large while a policy learns fast."""
@@ -121,10 +121,6 @@ class GateDecision:
     """One of `weights.local.OUTCOMES`."""
     mean: Tensors | None = None
 
-    @property
-    def ok(self) -> bool:
-        return self.mean is not None
-
 
 @dataclass(frozen=True)
 class GateStatistics:
@@ -174,10 +170,10 @@ class AveragingGate:
             peer: The partner.
             mine: θ_i, float32 on the host.
             theirs: θ_j, float32 on the host.
-            weight: w, from `rule.mixing_weight`, clamped to [0, ½].
+            weight: w, from `weights.rule.mixing_weight`, clamped to [0, ½].
             moved: ‖θ_i − φ_i‖, this node's own progress. It replaces the medians until each has
                 FIRST distances.
-            probation: True to probe the mean with w = ½ but to take θ_i itself, for a new node.
+            probation: True, for a new node, to probe with w = ½ but leave θ_i unchanged.
         """
 
         def refuse(outcome: str, relative: float | None = None) -> Examination:
@@ -234,7 +230,7 @@ class AveragingGate:
                 return self._ended("probation", dict(found.mine))
             return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
-    def refused(self, outcome: str) -> None:
+    def count_outcome(self, outcome: str) -> None:
         """Count an outcome that the gate did not decide: payload, lagging, lora_residual, reverted.
 
         Raises:
@@ -420,7 +416,8 @@ def _error_of_mean(values: Sequence[float]) -> float:
 
 class LossProbe:
     """Probe for a node that holds the whole policy: it measures whether averaged weights make the
-    policy worse on own completions, which no peer has seen. The trainer's thread waits for it.
+    policy worse on this node's own completions. The trainer's thread waits for it. Peers may know
+    these completions, because rewarded groups are published.
 
     * If enough own completions were rewarded, it compares their loss under both policies: the
       averaged policy must not unlearn them.

@@ -1,18 +1,18 @@
 """Slow weights φ and momentum δ of one replica, and the outer step. All are float32 on the host,
 whatever dtype the policy computes in.
 
-    every H inner steps:
+    every H inner steps (training steps):
         snapshot = host_copy(parameters)             while no optimizer step runs; partners fetch it
         slow = state.slow(snapshot)                  at the same time, φ and δ of the same tensors
         mean = gate(snapshot, partner's weights)     while inner steps continue
         prepared = prepare(state.rule, slow, mean)   while inner steps continue
         state.take(prepared)                         between two inner steps
-        state.commit(parameters, snapshot)           between the same two inner steps
+        state.merge_parameters(parameters, snapshot) between the same two inner steps
 
 `prepare` can run beside inner steps because no tensor of its arguments is ever changed in place.
 
-For a tensor that no partner shares, the step only records φ ← θ and keeps δ. So a node without
-partners trains as if averaging were off.
+A tensor that is not averaged in this step takes φ ← θ and keeps δ. So a node without partners
+trains as if averaging were off.
 
 The optimizer's moments are neither exchanged nor reset. Weights are set with `torch.where` and
 `copy_`, not by multiplying with a mask: 0 × NaN is NaN, so a NaN could never be repaired.
@@ -21,17 +21,14 @@ The optimizer's moments are neither exchanged nor reset. Weights are set with `t
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
 
 import torch
 
 from swarmnode.errors import StateError
 from swarmnode.policy.footprint import UNDO_WEIGHTS
-from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.rule import Rule
 
 Tensors = dict[str, torch.Tensor]
@@ -98,7 +95,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Undo:
-    """State before the first outer step since the last `keep`, of all changed tensors."""
+    """State before the first outer step since the last `discard_undo`, of all changed tensors."""
 
     phi: Tensors
     delta: Tensors
@@ -109,25 +106,25 @@ def prepare(
     rule: Rule,
     slow: SlowWeights,
     mean: Mapping[str, torch.Tensor],
-    alone: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    solo: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Prepared:
     """Compute an outer step (NoLoCo, arXiv 2506.10911, section 3.2, with γ = β).
 
-    δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`, and φ ← θ for those in `alone`.
+    δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`, and φ ← θ for those in `solo`.
     Changes nothing; may be called from any thread.
 
     Args:
         rule: α and β.
         slow: φ and δ of all these tensors.
         mean: θ̄ of the tensors that a partner shares, float32 on the host.
-        alone: θ of other tensors, copied at the same time as `slow`. The step keeps references to
+        solo: θ of other tensors, copied at the same time as `slow`. The step keeps references to
             them, so they must not change afterwards.
 
     Raises:
         ValueError: A tensor is not one of this replica, or the result is not finite.
     """
     phi, delta, before = {}, {}, {}
-    for name, theta in {**alone, **mean}.items():
+    for name, theta in {**solo, **mean}.items():
         if name not in slow.phi or theta.shape != slow.phi[name].shape:
             raise ValueError(f"{name} is no tensor of this replica, or has another shape")
         old = before[name] = slow.phi[name]
@@ -148,8 +145,8 @@ class OuterState:
     """φ and δ of a replica.
 
     A step that raises has changed nothing. `revert` restores the state before the steps since the
-    last `keep`. `slow` and `tensors` may be called from any thread, all other methods only from the
-    thread that changes the weights.
+    last `discard_undo`. `slow` and `tensors` may be called from any thread, all other methods only
+    from the thread that changes the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], rule: Rule) -> None:
@@ -168,14 +165,14 @@ class OuterState:
         with self._lock:
             return SlowWeights({n: self.phi[n] for n in names}, {n: self.delta[n] for n in names})
 
-    def take(self, prepared: Prepared, *, rest: bool = False, alone: bool = False) -> bool:
+    def take(self, prepared: Prepared, *, completes_last: bool = False, solo: bool = False) -> bool:
         """Replace φ and δ with those of a prepared step.
 
         Args:
             prepared: The step.
-            rest: True if it completes the last step, which was of other tensors of the fragment.
-                The undo state of the last step then stays, even above UNDO_WEIGHTS.
-            alone: True if the step has no partner's weights, so that it needs no revert.
+            completes_last: True if it takes the tensors that the last partner did not hold. The
+                undo state of the last step then stays, even above UNDO_WEIGHTS.
+            solo: True if the step has no partner's weights, so that it needs no revert.
 
         Returns:
             False if φ has changed since `prepare`; then the step changes nothing.
@@ -183,22 +180,22 @@ class OuterState:
         with self._lock:
             if any(self.phi[name] is not old for name, old in prepared.before.items()):
                 return False
-            if not alone:
-                self._undo = self._undo_of(prepared, rest)
+            if not solo:
+                self._undo = self._undo_of(prepared, completes_last)
             self.phi.update(prepared.phi)
             self.delta.update(prepared.delta)
             self._squares.update(prepared.squares)
             self._steps += 1
         return True
 
-    def _undo_of(self, prepared: Prepared, rest: bool) -> _Undo:
+    def _undo_of(self, prepared: Prepared, completes_last: bool) -> _Undo:
         """Return the undo state after `prepared`: the oldest known φ and δ of each tensor.
 
-        Above UNDO_WEIGHTS weights, it restarts with the tensors of `prepared`.
+        Above UNDO_WEIGHTS weights, only the tensors of `prepared` can be reverted.
         """
         undo = self._undo or _Undo({}, {}, {})
         phi = {**{n: self.phi[n] for n in prepared.phi}, **undo.phi}
-        if not rest and sum(t.numel() for t in phi.values()) > max(
+        if not completes_last and sum(t.numel() for t in phi.values()) > max(
             UNDO_WEIGHTS, sum(t.numel() for t in prepared.phi.values())
         ):
             undo, phi = _Undo({}, {}, {}), {n: self.phi[n] for n in prepared.phi}
@@ -207,7 +204,7 @@ class OuterState:
         )
 
     @torch.no_grad()
-    def commit(
+    def merge_parameters(
         self, parameters: Mapping[str, torch.Tensor], snapshot: Mapping[str, torch.Tensor]
     ) -> None:
         """Set θ ← θ + φ − θ_snapshot for the tensors of `snapshot`, which keeps the inner steps
@@ -231,7 +228,7 @@ class OuterState:
 
     @torch.no_grad()
     def revert(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Restore weights, φ and δ as they were before the steps since the last `keep`.
+        """Restore weights, φ and δ as they were before the steps since the last `discard_undo`.
 
         Returns:
             False if there is nothing to restore.
@@ -248,7 +245,7 @@ class OuterState:
         self._reverts += 1
         return True
 
-    def keep(self) -> None:
+    def discard_undo(self) -> None:
         """Forget the undo state: the steps so far are final."""
         self._undo = None
 
@@ -334,94 +331,3 @@ class OuterState:
 
 def _square(tensor: torch.Tensor) -> float:
     return float(tensor.square().sum(dtype=torch.float64))
-
-
-# ---- swaps under way -----------------------------------------------------------------------------
-
-
-DROPPED: Final = 1024
-"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
-state."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """State of one swap of a fragment, or of a solo step."""
-
-    session: bytes
-    """Empty for a solo step."""
-    fragment: int
-    snapshot: Tensors
-    """This node's weights of the fragment at the time of the copy, float32 on the host."""
-    shared: Tensors
-    """The subset of `snapshot` that the partner holds too."""
-    slow: SlowWeights
-    """φ and δ at the time of the copy."""
-    outer_step: int
-    """Outer steps that the fragment had taken. If only tensors that remain from the last outer step
-    are swapped, that step is not counted."""
-    peer: str = ""
-    their_outer_step: int | None = None
-    """The partner's claim."""
-    prepared: Prepared | None = None
-    """The outer step with the tensors that passed the gate; None before."""
-    outcome: str = ""
-    """The gate's verdict, one of `weights.local.OUTCOMES`."""
-
-
-class ExchangeTable:
-    """Swaps under way in the trainer by session, at most MOST_SWAPS. An exchange that is not in the
-    table must not be applied. All methods are thread-safe."""
-
-    def __init__(self) -> None:
-        self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
-        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
-        self._lock = threading.Lock()
-
-    def put(self, exchange: Exchange) -> None:
-        """Add an exchange unless it was dropped before. Of more than MOST_SWAPS, remove the
-        oldest."""
-        with self._lock:
-            if exchange.session in self._dropped:
-                return
-            self._exchanges[exchange.session] = exchange
-            while len(self._exchanges) > MOST_SWAPS:
-                self._exchanges.popitem(last=False)
-
-    def get(self, session: bytes) -> Exchange | None:
-        with self._lock:
-            return self._exchanges.get(session)
-
-    def update(self, exchange: Exchange) -> bool:
-        """Replace the record of an exchange. Return False if the exchange was dropped meanwhile."""
-        with self._lock:
-            if exchange.session not in self._exchanges:
-                return False
-            self._exchanges[exchange.session] = exchange
-            return True
-
-    def pop(self, session: bytes) -> Exchange | None:
-        with self._lock:
-            return self._exchanges.pop(session, None)
-
-    def drop(self, session: bytes) -> None:
-        """Remove an exchange, and refuse it if it is added later."""
-        with self._lock:
-            self._exchanges.pop(session, None)
-            self._dropped.append(session)
-
-    def is_dropped(self, session: bytes) -> bool:
-        with self._lock:
-            return session in self._dropped
-
-    def drop_fragment(self, fragment: int) -> None:
-        """Remove all exchanges of `fragment`: their copies are of weights that no longer exist."""
-        with self._lock:
-            for session in [
-                s for s, exchange in self._exchanges.items() if exchange.fragment == fragment
-            ]:
-                del self._exchanges[session]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._exchanges.clear()

@@ -51,7 +51,7 @@ EXPECTED_DROPS = {
 }
 """Reasons of normal operation, by kind. They do not count as dropped for MOST_SHARE."""
 EXPECTED_REFUSALS = frozenset(
-    {"own", "duplicate", "sequence_reused", "greylisted", "rate", "busy", "pool_full"}
+    {"own", "duplicate", "sequence_reused", "greylisted", "rate", "busy", "not_pooled"}
 )
 """Reasons to ignore a peer's group that do not depend on its content."""
 REASON_TEXTS = {

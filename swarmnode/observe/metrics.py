@@ -143,7 +143,7 @@ def _reward_errors(s: NodeSnapshot) -> Counts:
 
 
 def _dropped(s: NodeSnapshot) -> dict[Labels, Number]:
-    """Own items by kind and reason, and groups of peers that left the pool unused."""
+    """Own items by kind and reason, and groups of peers that the pool refused or lost unused."""
     pool, found = s.rollouts.pool, Counter[Labels]()
     report = s.trainer.report
     kinds = [(kind, counts.dropped) for kind, counts in report.drops.items()] if report else []
@@ -424,8 +424,9 @@ TRAINING = (
         _dropped,
         "Dropped items by kind and reason. `update`: a step that changed nothing. `question`,"
         " `held_out`: a question that was not asked. `completion`: not trained on or not shared."
-        " `group`: an own group that was not shared. `pooled_group`: a peer's group that left the"
-        " pool unused. `message`: lost between the node's processes. The log has each reason once.",
+        " `group`: an own group that was not shared. `pooled_group`: a peer's group that did"
+        " not enter the pool (`refused`) or left it unused. `message`: lost between the node's"
+        " processes. The log has each reason once.",
         ("kind", "reason"),
     ),
     Metric(
@@ -659,8 +660,9 @@ WEIGHTS = (
         "swarmnode_weights_exchanges_total",
         "counter",
         "weights.outcomes",
-        "Outer steps (`applied` with a partner's weights, or `solo`), attempts to find a partner"
-        " (`busy`, `refused`, `unreachable`), and swaps that `failed`.",
+        "Outer steps in a swap (`applied`) and without a partner (`solo`), proposals without a"
+        " swap (`busy`, `refused`, `unreachable`), and swaps that `failed`. `applied` includes"
+        " swaps with weight 0: `lagging` and `probation` of `swarmnode_weights_judged_total`.",
         ("outcome",),
     ),
     Metric(
@@ -675,7 +677,7 @@ WEIGHTS = (
         "swarmnode_weights_judged_total",
         "counter",
         "weights.judged",
-        "Partners' weights at the gate. `probe`: the mean made the policy worse and was not"
+        "Partners' weights at the gate. `probe`: the average made the policy worse and was not"
         " applied.",
         ("outcome",),
     ),

@@ -105,7 +105,7 @@ class Connections(Protocol):
         """Return when a connected peer last sent bytes, on trio's clock; None if unknown."""
         ...
 
-    def group(self, peer: str) -> str | None:
+    def origin(self, peer: str) -> str | None:
         """Return the network of a connected peer: its relay, or its /24 or /48 prefix. Peers with
         the same value may belong to one operator. None for a peer on this machine."""
         ...

@@ -108,7 +108,7 @@ class ConnectionTable:
             1 for each in self._live if each.remote is not None and each.remote.prefix == prefix
         )
 
-    def group(self, peer: str) -> str | None:
+    def origin(self, peer: str) -> str | None:
         """Return the relay of `peer`, or its /24 or /48 network; None for this machine."""
         return next(
             (
@@ -130,7 +130,7 @@ class ConnectionTable:
             peer,
             all(each.inbound for each in open_connections),
             min(map(self.since, open_connections)),
-            self.group(peer),
+            self.origin(peer),
             spare,
         )
 

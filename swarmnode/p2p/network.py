@@ -252,8 +252,8 @@ class Libp2pNetwork(PeerScores):
     def last_received(self, peer: str) -> float | None:
         return self.connections.last_received(peer)
 
-    def group(self, peer: str) -> str | None:
-        return self.connections.group(peer)
+    def origin(self, peer: str) -> str | None:
+        return self.connections.origin(peer)
 
     def statistics(self) -> NetworkStatistics:
         return NetworkStatistics(

@@ -1,16 +1,16 @@
 """Admission: the checks that a peer's group must pass before a node trains on it, cheapest first.
 The module does no I/O, its memory is bounded, and no group can make it raise.
 
-    envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
-             ─ clock ─ sequence ─ policy version ─ seed ─ task and its version ─ turns ─ manifest
-             ─ tokens, length, charset ─▶ Candidate
+    envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ rate ─ signature ─ payload
+             ─ clock ─ sequence ─ policy version ─ difficulty, seed ─ task and its version ─ turns
+             ─ manifest ─ tokens, length, charset, token ids ─▶ Candidate
     Candidate ─ [scorer: prompt, rewards, replays of episodes] ─ rewards in range ─ replays end
               where the author's episodes end ─ rewards not all equal ─▶ ExternalGroup
 
 An author chooses neither the question nor its answer nor the reward. The question follows from the
 swarm, the author's peer id, its counter, the task and the difficulty; answer, observations and
-reward are recomputed here. So a peer cannot sign stolen completions: they answer another question
-than its own. Pool, sampling and an importance weight of at most 1 bound the influence of each
+reward are recomputed here. A peer cannot re-sign copied completions: its own seed gives another
+question. Pool, sampling and an importance weight of at most 1 bound the influence of each
 author.
 """
 
@@ -38,7 +38,6 @@ from swarmnode.rollouts.groups import (
     memory_bytes,
     played_actions,
 )
-from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks.frames import (
     CompletionText,
@@ -60,11 +59,13 @@ SEEN_FRAMES = 16_384
 then costs one hash."""
 BYTES_PER_TOKEN = 256
 """Most UTF-8 bytes of text per token. No tokenizer in use has a longer token."""
+OUTDATED_VERSIONS = 8
+"""Policy versions of an author behind its newest one, beyond which its groups are refused."""
 LONGEST_FACTOR = 4
 """Longest completion that is trained on, in units of this node's own limit."""
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class Refusal(msgspec.Struct, frozen=True):
     """A refused group. `peer` is the author if the signature is valid, else None."""
 
     verdict: Verdict
@@ -143,7 +144,7 @@ class Admission:
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
         self._signers = Signers()
-        self._seen = Frames(SEEN_FRAMES)
+        self._seen = SeenEnvelopes(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
         self._diverged: set[str] = set()
         """Tasks with an episode that ended at another action in the replay."""
@@ -155,7 +156,7 @@ class Admission:
         self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
-    def check(self, body: bytes, now: float) -> Candidate | Rejected:
+    def check(self, body: bytes, now: float) -> Candidate | Refusal:
         """Apply all checks that need no scorer to a fetched envelope. Cannot raise."""
         try:
             result = self._check(body, now)
@@ -174,7 +175,7 @@ class Admission:
         """Return True if the envelope with this content id passed the signature check before."""
         return content in self._seen
 
-    def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Rejected:
+    def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Refusal:
         """Check a candidate against the result of this node's scorer. Cannot raise.
 
         Args:
@@ -206,7 +207,7 @@ class Admission:
             observations=[list(episode.observations) for episode in scored.episodes],
         )
 
-    def refuse(self, reason: str, peer: str | None = None) -> Rejected:
+    def refuse(self, reason: str, peer: str | None = None) -> Refusal:
         """Count a refusal and return it. The first refusal for each reason is logged.
 
         The steps after admission (scoring queue, scorer, pool) also report their refusals here.
@@ -220,7 +221,7 @@ class Admission:
             level = log.warning if verdict is Verdict.REJECT else log.info
             level("first group refused for this reason: reason=%s peer=%s", reason, peer)
         self._outcomes[reason] += 1
-        return Rejected(verdict, reason, peer)
+        return Refusal(verdict, reason, peer)
 
     def _log_divergence(self, candidate: Candidate) -> None:
         """Log the first group of each task whose episodes end at another action in the replay, with
@@ -301,17 +302,17 @@ class Admission:
             return reason, peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        self._signers.prove(signed.key, signer)
-        self._seen.prove(content, now)
+        self._signers.mark_candidate(signed.key, signer)
+        self._seen.mark_candidate(content, now)
         return Candidate(content, peer, group, body)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         """Return the reason for refusing the payload, or None."""
-        if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
+        if signer.is_outdated(group.model, group.policy_version, OUTDATED_VERSIONS, now):
             return "outdated"
         task = group.task
         if task.difficulty and not self.chooses:
-            return "seed"
+            return "seed"  # without the rule `/swarmnode/choice/1`, every difficulty is 0
         if not check_seed(self.swarm, signer.peer, group.sequence, task):
             return "seed"
         version = self._versions.get(task.id)
@@ -380,6 +381,212 @@ def _adds_up(completion: Completion) -> bool:
         return True
     total = float(tensors.unpack_logprobs(completion.logprobs).sum(dtype="float64"))
     return abs(total - completion.logprob) <= 0.05 + 0.01 * abs(total)
+
+
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+SCORER_GROUPS = 32
+"""Most groups in a batch."""
+SCORER_ACTIONS = 1024
+"""Most actions of episodes in a batch of several groups, so that a batch of honest episodes stays
+within the CPU time and the response of one scorer call."""
+SCORER_TASKS = 2
+"""Batches under way at a time: one is scored while the next is decoded."""
+QUEUE_GROUPS = 512
+"""Most candidates that wait for the scorer."""
+QUEUE_BYTES = 32 * 2**20
+"""Most memory of the waiting candidates."""
+QUEUE_PEER_GROUPS = 64
+"""Most waiting candidates of one author."""
+STRIKES = 3
+"""Failures within STRIKE_SECONDS after which an author is excluded."""
+STRIKE_SECONDS = 600.0
+"""Window of the failures, and length of the exclusion."""
+STRIKE_PEERS = 1024
+"""Authors whose failures are remembered."""
+
+
+class Scorer(Protocol):
+    """The part of `tasks.client.AsyncScorer` that the queue uses."""
+
+    async def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
+    ) -> list[Scored | ScoreError]: ...
+
+
+class ScoringQueue:
+    """The queue of candidates, the tasks that score them in batches, and the exclusion of authors
+    whose groups repeatedly fail the scorer.
+
+        put ─ author excluded? room? ─▶ queue ─▶ scorer ─▶ on_scored
+                                                  └ failed ─▶ on_failed, and a strike for the
+                                                    author if the scorer works otherwise
+
+    Args:
+        scorer: Computes rewards.
+        on_scored: Called with each scored candidate.
+        on_failed: Called with reason and author of each candidate that could not be scored.
+        clock: Returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        on_scored: Callable[[Candidate, Scored], None],
+        on_failed: Callable[[str, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._scorer = scorer
+        self._on_scored = on_scored
+        self._on_failed = on_failed
+        self._clock = clock
+        self._queue = CandidateQueue()
+        self._strikes = Strikes()
+        self._news = trio.Event()
+
+    def __len__(self) -> int:
+        """Return the number of waiting candidates."""
+        return len(self._queue)
+
+    def put(self, candidate: Candidate) -> str | None:
+        """Queue a candidate.
+
+        Returns:
+            None, or the reason of the refusal: `scorer` (its author is excluded) or `busy` (the
+            queue is full).
+        """
+        if self._strikes.is_out(candidate.peer, self._clock()):
+            return "scorer"
+        if not self._queue.put(candidate):
+            return "busy"
+        self._news.set()
+        return None
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Start the scoring tasks."""
+        for _ in range(SCORER_TASKS):
+            nursery.start_soon(self._work)
+
+    async def _work(self) -> None:
+        """Score batches until cancelled. An author gets a strike only if the scorer succeeds for
+        another group of the batch, or for a question that this node chooses; otherwise the scorer
+        itself may be broken."""
+        while True:
+            while not (batch := self._queue.take(SCORER_GROUPS)):
+                self._news = trio.Event() if self._news.is_set() else self._news
+                await self._news.wait()
+            questions = [(c.group.task, answers(c.group)) for c in batch]
+            try:
+                results = await self._scorer.score_many(questions)
+            except ScorerFailed as failed:  # the scorer process cannot be started
+                results = [failed] * len(batch)
+            works = any(isinstance(scored, Scored) for scored in results)
+            lost = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
+            if lost and not works:
+                works = await self._works(lost[0].group.task)
+            for candidate, scored in zip(batch, results, strict=True):
+                if isinstance(scored, Scored):
+                    self._on_scored(candidate, scored)
+                    continue
+                if works and _failed(scored):
+                    self._strikes.add(candidate.peer, self._clock())
+                self._on_failed(
+                    "unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer
+                )
+
+    async def _works(self, task: TaskRef) -> bool:
+        """Return True if the scorer generates a question that this node chooses. All groups of a
+        batch may be of one author."""
+        own = TaskRef(task.id, task.version, evaluation_seed(task.id), 0)
+        try:
+            (scored,) = await self._scorer.score_many([(own, [])])
+        except ScorerFailed:
+            return False
+        return isinstance(scored, Scored)
+
+
+def _failed(scored: Scored | ScoreError) -> bool:
+    return isinstance(scored, ScorerFailed)
+
+
+class CandidateQueue:
+    """First-in, first-out queue bounded by groups, bytes and groups of one author."""
+
+    def __init__(
+        self,
+        groups: int = QUEUE_GROUPS,
+        size: int = QUEUE_BYTES,
+        peer_groups: int = QUEUE_PEER_GROUPS,
+    ) -> None:
+        self.groups = groups
+        self.size = size
+        self.peer_groups = peer_groups
+        self._items: deque[tuple[Candidate, int]] = deque()
+        self._bytes = 0
+        self._of_peer: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, candidate: Candidate) -> bool:
+        """Append a candidate. Return False if the queue is full."""
+        size = memory_bytes(candidate.group) + len(candidate.envelope)
+        if (
+            len(self._items) >= self.groups
+            or self._bytes + size > self.size
+            or self._of_peer[candidate.peer] >= self.peer_groups
+        ):
+            return False
+        self._items.append((candidate, size))
+        self._bytes += size
+        self._of_peer[candidate.peer] += 1
+        return True
+
+    def take(self, most: int, most_actions: int = SCORER_ACTIONS) -> list[Candidate]:
+        """Remove and return up to `most` of the oldest candidates; fewer where more would have
+        above `most_actions` actions of episodes together."""
+        taken: list[Candidate] = []
+        actions = 0
+        while self._items and len(taken) < most:
+            actions += sum(len(c.turns) for c in self._items[0][0].group.completions)
+            if taken and actions > most_actions:
+                break
+            candidate, size = self._items.popleft()
+            self._bytes -= size
+            self._of_peer[candidate.peer] -= 1
+            if not self._of_peer[candidate.peer]:
+                del self._of_peer[candidate.peer]
+            taken.append(candidate)
+        return taken
+
+
+class Strikes:
+    """Failures of the scorer by author. STRIKES failures within STRIKE_SECONDS exclude the author
+    for STRIKE_SECONDS.
+
+    A failure may be a defect of this node, so it costs no reputation. But each failure can block
+    the scorer for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def add(self, peer: str, now: float) -> None:
+        """Count a failure."""
+        count, since = self._of.pop(peer, (0, now))
+        self._of[peer] = (
+            (1, now)
+            if now - since > STRIKE_SECONDS
+            else (count + 1, since if count + 1 < STRIKES else now)
+        )
+        if len(self._of) > STRIKE_PEERS:
+            self._of.popitem(last=False)
+
+    def is_out(self, peer: str, now: float) -> bool:
+        """Return True while groups of `peer` are not scored."""
+        count, since = self._of.get(peer, (0, now))
+        return count >= STRIKES and now - since <= STRIKE_SECONDS
 
 
 # ---- authors and repeated envelopes --------------------------------------------------------------
@@ -491,9 +698,9 @@ class Signers:
     that did not.
 
     Identities are free, so memory must not grow with their number. The least recently active author
-    is forgotten first; a forgotten author gains a fresh rate allowance only. Ignored frames cost
-    their sender nothing. Their authors are therefore stored separately, so that they cannot
-    displace the authors of candidates.
+    is forgotten first. It then starts again with a full token bucket, an empty replay window and no
+    known version. Ignored envelopes cost their sender nothing. Their authors are therefore stored
+    separately, so that they cannot displace the authors of candidates.
     """
 
     def __init__(self) -> None:
@@ -516,7 +723,7 @@ class Signers:
         """Store an author whose signature was verified."""
         _put(self._others, key, signer)
 
-    def prove(self, key: bytes, signer: Signer) -> None:
+    def mark_candidate(self, key: bytes, signer: Signer) -> None:
         """Record that a group of this author became a candidate."""
         self._others.pop(key, None)
         _put(self._proven, key, signer)
@@ -528,9 +735,9 @@ def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> Non
         signers.popitem(last=False)
 
 
-class Frames:
-    """Content ids of the frames seen: candidates while they could be admitted again, and the last
-    `most` other frames.
+class SeenEnvelopes:
+    """Content ids of the envelopes seen: candidates while they could be admitted again, and the
+    last `most` other envelopes.
 
     If more than MOST_CANDIDATES arrive in that time, the oldest are forgotten, and `is_forgotten`
     returns True for groups of that age.
@@ -549,13 +756,13 @@ class Frames:
         return content in self._candidates or content in self._others
 
     def add(self, content: bytes) -> None:
-        """Record a frame."""
+        """Record an envelope."""
         self._others[content] = None
         if len(self._others) > self.most:
             self._others.popitem(last=False)
 
-    def prove(self, content: bytes, now: float) -> None:
-        """Record that a frame became a candidate."""
+    def mark_candidate(self, content: bytes, now: float) -> None:
+        """Record that an envelope became a candidate."""
         self._others.pop(content, None)
         self._candidates[content] = now
         longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
@@ -571,209 +778,3 @@ class Frames:
         """Return True if a group created at `created_at` (Unix milliseconds) may have been a
         candidate that was forgotten."""
         return created_at / 1000 <= self._forgotten_at + limits.CLOCK_SKEW_SECONDS
-
-
-# ---- scoring -------------------------------------------------------------------------------------
-
-
-SCORER_GROUPS = 32
-"""Most groups in a batch."""
-SCORER_ACTIONS = 1024
-"""Most actions of episodes in a batch of several groups, so that a batch of honest episodes stays
-within the CPU time and the response of one scorer call."""
-SCORER_TASKS = 2
-"""Batches under way at a time: one is scored while the next is decoded."""
-QUEUE_GROUPS = 512
-"""Most candidates that wait for the scorer."""
-QUEUE_BYTES = 32 * 2**20
-"""Most memory of the waiting candidates."""
-QUEUE_PEER_GROUPS = 64
-"""Most waiting candidates of one author."""
-STRIKES = 3
-"""Failures within STRIKE_SECONDS after which an author is excluded."""
-STRIKE_SECONDS = 600.0
-"""Window of the failures, and length of the exclusion."""
-STRIKE_PEERS = 1024
-"""Authors whose failures are remembered."""
-
-
-class Scorer(Protocol):
-    """The part of `tasks.client.AsyncScorer` that the queue uses."""
-
-    async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
-    ) -> list[Scored | ScoreError]: ...
-
-
-class ScoringQueue:
-    """The queue of candidates, the tasks that score them in batches, and the exclusion of authors
-    whose groups repeatedly fail the scorer.
-
-        put ─ author excluded? room? ─▶ queue ─▶ scorer ─▶ on_scored
-                                                  └ failed ─▶ on_failed, and a strike for the
-                                                    author if the scorer works otherwise
-
-    Args:
-        scorer: Computes rewards.
-        on_scored: Called with each scored candidate.
-        on_failed: Called with reason and author of each candidate that could not be scored.
-        clock: Returns Unix seconds.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        on_scored: Callable[[Candidate, Scored], None],
-        on_failed: Callable[[str, str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._scorer = scorer
-        self._on_scored = on_scored
-        self._on_failed = on_failed
-        self._clock = clock
-        self._queue = CandidateQueue()
-        self._strikes = Strikes()
-        self._news = trio.Event()
-
-    def __len__(self) -> int:
-        """Return the number of waiting candidates."""
-        return len(self._queue)
-
-    def put(self, candidate: Candidate) -> str | None:
-        """Queue a candidate.
-
-        Returns:
-            None, or the reason of the refusal: `scorer` (its author is excluded) or `busy` (the
-            queue is full).
-        """
-        if self._strikes.is_out(candidate.peer, self._clock()):
-            return "scorer"
-        if not self._queue.put(candidate):
-            return "busy"
-        self._news.set()
-        return None
-
-    def start(self, nursery: trio.Nursery) -> None:
-        """Start the scoring tasks."""
-        for _ in range(SCORER_TASKS):
-            nursery.start_soon(self._work)
-
-    async def _work(self) -> None:
-        """Score batches until cancelled. An author gets a strike only if the scorer succeeded for
-        another group of the batch, or succeeds for a question of this node; otherwise the scorer
-        itself may be broken."""
-        while True:
-            while not (batch := self._queue.take(SCORER_GROUPS)):
-                self._news = trio.Event() if self._news.is_set() else self._news
-                await self._news.wait()
-            questions = [(c.group.task, answers(c.group)) for c in batch]
-            try:
-                results = await self._scorer.score_many(questions)
-            except ScorerFailed as failed:  # the scorer process cannot be started
-                results = [failed] * len(batch)
-            works = any(isinstance(scored, Scored) for scored in results)
-            lost = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
-            if lost and not works:
-                works = await self._works(lost[0].group.task)
-            for candidate, scored in zip(batch, results, strict=True):
-                if isinstance(scored, Scored):
-                    self._on_scored(candidate, scored)
-                    continue
-                if works and _failed(scored):
-                    self._strikes.add(candidate.peer, self._clock())
-                self._on_failed(
-                    "unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer
-                )
-
-    async def _works(self, task: TaskRef) -> bool:
-        """Return True if the scorer makes a question of a task at an address of this node's
-        choice. All groups of a batch may be of one author."""
-        own = TaskRef(task.id, task.version, evaluation_seed(task.id), 0)
-        try:
-            (scored,) = await self._scorer.score_many([(own, [])])
-        except ScorerFailed:
-            return False
-        return isinstance(scored, Scored)
-
-
-def _failed(scored: Scored | ScoreError) -> bool:
-    return isinstance(scored, ScorerFailed)
-
-
-class CandidateQueue:
-    """First-in, first-out queue bounded by groups, bytes and groups of one author."""
-
-    def __init__(
-        self,
-        groups: int = QUEUE_GROUPS,
-        size: int = QUEUE_BYTES,
-        peer_groups: int = QUEUE_PEER_GROUPS,
-    ) -> None:
-        self.groups = groups
-        self.size = size
-        self.peer_groups = peer_groups
-        self._items: deque[tuple[Candidate, int]] = deque()
-        self._bytes = 0
-        self._of_peer: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, candidate: Candidate) -> bool:
-        """Append a candidate. Return False if the queue is full."""
-        size = memory_bytes(candidate.group) + len(candidate.envelope)
-        if (
-            len(self._items) >= self.groups
-            or self._bytes + size > self.size
-            or self._of_peer[candidate.peer] >= self.peer_groups
-        ):
-            return False
-        self._items.append((candidate, size))
-        self._bytes += size
-        self._of_peer[candidate.peer] += 1
-        return True
-
-    def take(self, most: int, most_actions: int = SCORER_ACTIONS) -> list[Candidate]:
-        """Remove and return up to `most` of the oldest candidates; fewer where more would have
-        above `most_actions` actions of episodes together."""
-        taken: list[Candidate] = []
-        actions = 0
-        while self._items and len(taken) < most:
-            actions += sum(len(c.turns) for c in self._items[0][0].group.completions)
-            if taken and actions > most_actions:
-                break
-            candidate, size = self._items.popleft()
-            self._bytes -= size
-            self._of_peer[candidate.peer] -= 1
-            if not self._of_peer[candidate.peer]:
-                del self._of_peer[candidate.peer]
-            taken.append(candidate)
-        return taken
-
-
-class Strikes:
-    """Failures of the scorer by author. STRIKES failures within STRIKE_SECONDS exclude the author
-    for STRIKE_SECONDS.
-
-    A failure may be a defect of this node, so it costs no reputation. But each failure can block
-    the scorer for seconds.
-    """
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[str, tuple[int, float]] = OrderedDict()
-
-    def add(self, peer: str, now: float) -> None:
-        """Count a failure."""
-        count, since = self._of.pop(peer, (0, now))
-        self._of[peer] = (
-            (1, now)
-            if now - since > STRIKE_SECONDS
-            else (count + 1, since if count + 1 < STRIKES else now)
-        )
-        if len(self._of) > STRIKE_PEERS:
-            self._of.popitem(last=False)
-
-    def is_out(self, peer: str, now: float) -> bool:
-        """Return True while groups of `peer` are not scored."""
-        count, since = self._of.get(peer, (0, now))
-        return count >= STRIKES and now - since <= STRIKE_SECONDS

@@ -1,9 +1,9 @@
 """The rollout service of a node: it publishes the node's own groups and fetches groups of peers
-(SAPO, arXiv 2509.08721). Read `admission` and `pool` next.
+(SAPO, arXiv 2509.08721). Read `admission`, `pool` and `puller` (what is fetched when) next.
 
     trainer ─ publish: check, sign ─▶ shelf ─▶ peers that fetch it
     peers' shelves ─ PullGossip ─▶ admission ─▶ scorer ─▶ pool, shelf
-    trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ pool.Authors (trust)
+    trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ authors (trust)
 
 A failed fetch or a failed scorer loses one group and is counted. Any other exception is a defect of
 this node and ends `run`.
@@ -28,12 +28,13 @@ from swarmnode.rollouts import sampling
 from swarmnode.rollouts.admission import (
     Admission,
     AdmissionStatistics,
-    Rejected,
+    Refusal,
     Scorer,
     ScoringQueue,
     Signer,
     clock_reason,
 )
+from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.groups import (
     Candidate,
     Draw,
@@ -45,7 +46,7 @@ from swarmnode.rollouts.groups import (
     is_useful,
     without_token_ids,
 )
-from swarmnode.rollouts.pool import Authors, Pool, PoolStatistics
+from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.puller import PROVEN, Fault, ListingStatistics, Pull, Puller, contradiction
 from swarmnode.rollouts.reasons import Verdict
 from swarmnode.rollouts.shelf import ServingStatistics, Shelf, ShelfServer
@@ -68,8 +69,6 @@ ANSWER_SECONDS = 5.0
 LEAST_SECONDS = 5.0
 """Constant part of a fetch's deadline. A trainer may leave the network process little CPU: with 2 s
 and a tenth of a core, fetches timed out and were repeated, and half of the groups were missing."""
-LONGEST_SECONDS = 30.0
-"""Longest deadline of a fetch."""
 LEAST_BYTES_PER_SECOND = 64 * 2**10
 """Least throughput that a fetch's deadline allows for."""
 BUDGET_SECONDS = 1.0
@@ -309,7 +308,7 @@ class RolloutExchange:
             self._clock(),
             self._rng,
             self.authors.trust,
-            self.authors.belief,
+            self.authors.participation,
             request.per_peer,
         )
         tokenizer = self._policy.tokenizer if self._policy else b""
@@ -319,29 +318,33 @@ class RolloutExchange:
             else msgspec.structs.replace(g, group=without_token_ids(g.group))
             for g in groups
         ]
-        waiting = self.pool.waiting(self.authors.belief)
+        waiting = self.pool.waiting(self.authors.participation)
         self._gossip.drew(request.count, waiting, request.policy_version)
         return Drawn(request.request, groups)
 
     # -- from peers
 
     def _enqueue(self, candidate: Candidate) -> None:
-        """Queue a group that passed admission for scoring."""
+        """Queue a group that passed admission for scoring.
+
+        If the queue is full, the group is lost to this node: admission has recorded its content id,
+        so it is not fetched again.
+        """
         if (reason := self._scoring.put(candidate)) is not None:
             self.admission.refuse(reason, candidate.peer)
 
     def _scored(self, candidate: Candidate, scored: Scored) -> None:
         """Put a scored group into the pool and on the shelf."""
         group = self.admission.check_scored(candidate, scored)
-        if isinstance(group, Rejected) and group.reason == "trajectory":
-            self._gossip.diverged(candidate.content)
+        if isinstance(group, Refusal) and group.reason == "trajectory":
+            self._gossip.replay_failed(candidate.content)
             return
         self._gossip.scored(candidate.content, scored.rewards)
-        if isinstance(group, Rejected):
+        if isinstance(group, Refusal):
             return
         connected = candidate.peer in self._network.connected()
         nearest = candidate.peer if connected else candidate.source or candidate.peer
-        source = self._network.group(nearest) or nearest
+        source = self._network.origin(nearest) or nearest
         if self.pool.add(
             group, self._clock(), self._version, source, is_direct=nearest == candidate.peer
         ):
@@ -355,7 +358,7 @@ class RolloutExchange:
                 source=candidate.source,
             )
         else:
-            self.admission.refuse("pool_full", candidate.peer)
+            self.admission.refuse("not_pooled", candidate.peer)
 
     def _refuse(self, reason: str, peer: str) -> None:
         """Refuse a group whose scoring failed. Only its author can lose reputation for it."""
@@ -375,7 +378,8 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullGossip:
     """Pull gossip of one node: it polls the listings of connected peers and fetches the groups that
-    its trainer will use. Groups travel from shelf to shelf; no peer can push.
+    its trainer will use, and at least one group per 10 s to forward. Groups travel from shelf to
+    shelf; no peer can push.
 
         shelf ─ listing, held open up to 10 s until a new group ───▶ peers' polls
               ─ groups, up to 16 and 1 MiB ────────────────────────▶ peers' fetches
@@ -494,9 +498,9 @@ class PullGossip:
         self._get_puller().scored(content, rewards, trio.current_time())
         self._changed.set()
 
-    def diverged(self, content: bytes) -> None:
+    def replay_failed(self, content: bytes) -> None:
         """Note that the episodes of a group end elsewhere when they are replayed."""
-        self._get_puller().diverged(content)
+        self._get_puller().replay_failed(content)
         self._changed.set()
 
     def statistics(self) -> PullStatistics:
@@ -614,7 +618,7 @@ class PullGossip:
             self._count_fault(puller, holder, "content")
             return "mismatch"
         result = self._admission.check(body, self._clock())
-        if isinstance(result, Rejected):
+        if isinstance(result, Refusal):
             if result.verdict is Verdict.REJECT:
                 # The holder had to apply the same checks before it listed the group.
                 self._count_fault(puller, holder, "content")
@@ -676,5 +680,6 @@ class _Unanswered(Exception):
 
 
 def fetch_deadline(size: int) -> float:
-    """Return the deadline of a fetch of `size` bytes, seconds."""
-    return min(LONGEST_SECONDS, LEAST_SECONDS + size / LEAST_BYTES_PER_SECOND)
+    """Return the deadline of a fetch of `size` bytes, seconds: at most 21 s, because a request
+    lists at most 1 MiB."""
+    return LEAST_SECONDS + size / LEAST_BYTES_PER_SECOND

@@ -1,10 +1,10 @@
 """Pool of admitted groups that wait for training: bounds (`Pool`), shares of sources
-(`SourceShares`) and trust in authors (`Authors`). Time, policy version and randomness are
-arguments.
+(`SourceShares`). Pure: time, policy version and randomness are arguments.
 
-A source is the connection that delivered a group; a step draws from several sources. The pool is
-bounded in groups and in bytes, and so is each peer's share of it. In a full share, a peer's newest
-group replaces its oldest. In a full pool, the oldest group of the most represented peer is evicted.
+A source is the network prefix or relay through which a group came. A step draws from several
+sources. The pool is bounded in groups and in bytes, and so is each author's share of it. In a full
+share, an author's newest group replaces its oldest. In a full pool, the oldest group of the most
+represented author is evicted.
 
 A group is **drawn at most once**. A second pass over a group in a later step would be a second and
 more off-policy epoch, and a peer could affect any number of steps with a single good group. SAPO
@@ -17,15 +17,11 @@ import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import get_args
 
 import msgspec
 
-from swarmnode.p2p.api import Network
-from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, memory_bytes
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.groups import ExternalGroup, memory_bytes
 from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
@@ -35,7 +31,7 @@ POOL_BYTES = 64 * 2**20
 """Maximum memory of the groups, as `memory_bytes` estimates it: about 160 groups of eight answers
 of 4,000 tokens, twenty times the draw of a step."""
 PEER_SHARE = 0.125
-"""Maximum share of the pool of one peer. Eight peers must cooperate to displace all others."""
+"""Maximum share of the pool of one author. Eight authors must cooperate to displace all others."""
 FRESH_VERSIONS = 4
 """Own policy versions during which a group counts as fresh. Older groups are drawn only to fill a
 batch."""
@@ -47,7 +43,7 @@ HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""Common source name of all new peers."""
+"""Source name that all unknown authors share (`sampling.is_known`)."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -55,7 +51,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     bytes: int = 0
     peers: int = 0
     largest_peer_share: float = 0.0
-    """Groups of the most represented peer ÷ groups in the pool; 0 when empty."""
+    """Groups of the most represented author ÷ groups in the pool; 0 when empty."""
     oldest_seconds: float | None = None
     """Age of the oldest group; None when empty."""
     added: int = 0
@@ -65,7 +61,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     expired_age: int = 0
     expired_version: int = 0
     refused: int = 0
-    """Groups that are larger than one peer's share of the bytes, or already in the pool."""
+    """Groups that are larger than one author's share of the bytes, or already in the pool."""
     staleness: dict[int, int] = {}
     """Own policy versions since the arrival of a group, at most DROP_VERSIONS → number of drawn
     groups.
@@ -85,13 +81,13 @@ class _Entry(msgspec.Struct):
 
 
 class Pool:
-    """Groups by peer, in order of arrival. `now` is in Unix seconds; `policy_version` is this
+    """Groups by author, in order of arrival. `now` is in Unix seconds; `policy_version` is this
     node's own counter.
 
     Args:
         max_bytes: Limit of memory as `memory_bytes` estimates it.
         max_groups: Limit of groups.
-        peer_share: Share of both limits for one peer.
+        peer_share: Share of both limits for one author.
     """
 
     def __init__(
@@ -104,7 +100,7 @@ class Pool:
         self.max_groups = max_groups
         self.peer_groups = max(1, int(max_groups * peer_share))
         self.peer_bytes = max(1, int(max_bytes * peer_share))
-        self._peers: dict[str, OrderedDict[bytes, _Entry]] = {}
+        self._authors: dict[str, OrderedDict[bytes, _Entry]] = {}
         self._shares = SourceShares()
         self._bytes_of: dict[str, int] = {}
         self._groups = 0
@@ -126,11 +122,13 @@ class Pool:
     def __len__(self) -> int:
         return self._groups
 
-    def waiting(self, belief: Callable[[str], float]) -> int:
-        """Return the number of groups, each weighted by `belief`, its author's share of draws.
-        Groups that are rarely drawn thus do not keep this node from fetching others.
+    def waiting(self, participation: Callable[[str], float]) -> int:
+        """Return the number of groups, each weighted by `participation`, its author's share of
+        draws. Groups that are rarely drawn thus do not keep this node from fetching others.
         """
-        return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
+        return round(
+            sum(participation(author) * len(mine) for author, mine in self._authors.items())
+        )
 
     def add(
         self,
@@ -148,10 +146,10 @@ class Pool:
             is_direct: True if the author itself is the source.
 
         Returns:
-            False if the group is already there or too large for its peer's share.
+            False if the group is already there or too large for its author's share.
         """
         size = memory_bytes(group.group, group.prompt, group.observations)
-        mine = self._peers.get(group.peer)
+        mine = self._authors.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
             self._counts["refused"] += 1
             return False
@@ -161,7 +159,7 @@ class Pool:
             self._remove(group.peer, next(iter(mine)), "evicted_peer_share")
         while self._groups >= self.max_groups or self._bytes + size > self.max_bytes:
             self._evict()
-        self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
+        self._authors.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
             group, now, policy_version, size, source or group.peer, is_direct
         )
         self._shares.arrived(source or group.peer, group.peer, group.group.sequence)
@@ -175,12 +173,12 @@ class Pool:
         """Drop groups that arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own
         policy versions ago.
         """
-        for peer in list(self._peers):
-            for content, entry in list(self._peers[peer].items()):
+        for author in list(self._authors):
+            for content, entry in list(self._authors[author].items()):
                 if now - entry.arrived_at > limits.GROUP_AGE_SECONDS:
-                    self._remove(peer, content, "expired_age")
+                    self._remove(author, content, "expired_age")
                 elif policy_version - entry.arrived_version > DROP_VERSIONS:
-                    self._remove(peer, content, "expired_version")
+                    self._remove(author, content, "expired_version")
 
     def draw(
         self,
@@ -189,33 +187,34 @@ class Pool:
         now: float,
         rng: random.Random,
         trust: Callable[[str], float] = lambda peer: 1.0,
-        belief: Callable[[str], float] = lambda peer: 1.0,
+        participation: Callable[[str], float] = lambda peer: 1.0,
         per_peer: int | None = None,
     ) -> list[ExternalGroup]:
         """Remove and return up to `count` groups for the step at `policy_version`.
 
-        Every source gets one group before any source gets two; new peers count as one
+        Every source gets one group before any source gets two; unknown authors count as one
         source. No source contributes more than its share. Fresh groups come first, in a random
         order weighted by `sampling.weight`; older groups only fill the batch.
 
         Args:
-            trust: Peer id → weight of the peer's groups, in [0, 1].
-            belief: Peer id → share of draws in which the peer takes part. A low weight alone would
-                not exclude a peer, because every source gets a group.
-            per_peer: Maximum number of groups of one peer if there are several peers; None for
+            trust: Author's peer id → weight of its groups, in [0, 1].
+            participation: Author's peer id → share of draws in which its groups take part. A low
+                weight alone would not exclude it, because every source gets a group.
+            per_peer: Maximum number of groups of one author if there are several; None for
                 `sampling.most_per_peer(count)`.
         """
         self.expire(now, policy_version)
-        entries = [entry for mine in self._peers.values() for entry in mine.values()]
+        entries = [entry for mine in self._authors.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
-        trusted = {peer: trust(peer) for peer in self._peers}
+        trusted = {author: trust(author) for author in self._authors}
         name = lambda e: e.source if sampling.is_known(trusted[e.group.peer]) else NEWCOMERS
         weights = {
-            peer: weight if rng.random() < belief(peer) else 0.0 for peer, weight in trusted.items()
+            author: weight if rng.random() < participation(author) else 0.0
+            for author, weight in trusted.items()
         }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
-        if len(self._peers) == 1:
+        if len(self._authors) == 1:
             most = count
         ordered = self._within_shares(
             self._shuffled(entries, policy_version, rng, weights, name), count
@@ -225,7 +224,7 @@ class Pool:
         chosen: list[_Entry] = []
         for some in (fresh, stale):
             some = sampling.spread_over_peers(
-                some, len(chosen) + len(some), _peer, most, already=chosen
+                some, len(chosen) + len(some), _author, most, already=chosen
             )[len(chosen) :]
             chosen = sampling.spread_over_peers(some, count, name, count, already=chosen)
         self._shares.drew(entry.source for entry in chosen)
@@ -265,8 +264,8 @@ class Pool:
                 e.group.rewards,
                 _lag(e, policy_version),
                 HALF_LIFE_VERSIONS,
-                # A peer with more groups is not drawn earlier.
-                trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
+                # An author with more groups is not drawn earlier.
+                trusted[e.group.peer] / (sharing[name(e)] * len(self._authors[e.group.peer])),
             )
             for e in entries
         ]
@@ -275,27 +274,27 @@ class Pool:
     def _evict(self) -> None:
         by_bytes = self._groups < self.max_groups
         most = max(
-            self._peers,
-            key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])),
+            self._authors,
+            key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._authors[p])),
         )
-        self._remove(most, next(iter(self._peers[most])), "evicted_full")
+        self._remove(most, next(iter(self._authors[most])), "evicted_full")
 
-    def _remove(self, peer: str, content: bytes, why: str) -> None:
-        entry = self._peers[peer].pop(content)
-        self._bytes_of[peer] -= entry.bytes
-        if not self._peers[peer]:
-            del self._peers[peer], self._bytes_of[peer]
+    def _remove(self, author: str, content: bytes, why: str) -> None:
+        entry = self._authors[author].pop(content)
+        self._bytes_of[author] -= entry.bytes
+        if not self._authors[author]:
+            del self._authors[author], self._bytes_of[author]
         self._groups -= 1
         self._bytes -= entry.bytes
         self._counts[why] += 1
 
     def statistics(self, now: float) -> PoolStatistics:
-        firsts = [next(iter(mine.values())).arrived_at for mine in self._peers.values()]
-        largest = max((len(mine) for mine in self._peers.values()), default=0)
+        firsts = [next(iter(mine.values())).arrived_at for mine in self._authors.values()]
+        largest = max((len(mine) for mine in self._authors.values()), default=0)
         return PoolStatistics(
             groups=self._groups,
             bytes=self._bytes,
-            peers=len(self._peers),
+            peers=len(self._authors),
             largest_peer_share=largest / self._groups if self._groups else 0.0,
             oldest_seconds=max(0.0, now - min(firsts)) if firsts else None,
             staleness=dict(self._staleness),
@@ -309,20 +308,20 @@ def _lag(entry: _Entry, policy_version: int) -> int:
     return max(0, policy_version - entry.arrived_version)
 
 
-def _peer(entry: _Entry) -> str:
+def _author(entry: _Entry) -> str:
     return entry.group.peer
 
 
 # ---- sources -------------------------------------------------------------------------------------
 
 
-FIRST_NUMBERS = 16
-"""Numbers that an author's first group counts for, since earlier numbers are unknown. So a new key
-for each group gains nothing."""
+FIRST_GAP = 16
+"""Sequence numbers that an author's first group counts for, since its earlier numbers are unknown.
+So a new key for each group gains nothing."""
 MOST_GAP = 64
-"""Most numbers that one gap counts for."""
+"""Most sequence numbers that one gap counts for."""
 MEMORY_NUMBERS = 512
-"""Numbers of a source that are remembered: at twice as many, all counts are halved."""
+"""Sequence numbers of a source that are remembered: at twice as many, all counts are halved."""
 HISTORY_DRAWS = 16
 """Draws over which a source's part is bounded. Rare successes come in bursts."""
 EXCESS = 1.5
@@ -360,8 +359,8 @@ class SourceShares:
     connections from many networks are not.
 
         arrived ─▶ density of a source: its groups ÷ numbers that its authors have advanced
-        room    ─▶ groups of a source in the next draw: over the last draws at most EXCESS × its
-                   part of all densities, and in any draw its part of the places, rounded down
+        room    ─▶ groups of a source in the next draw: at most EXCESS × its part of all densities
+                   over the last draws, but always floor(part × count)
 
     An author may skip numbers, because a question without a signal is not published, and no reader
     sees all groups of an author. So a gap is not refused, but lowers the density. An author that
@@ -380,7 +379,7 @@ class SourceShares:
     def arrived(self, source: str, author: str, sequence: int) -> None:
         """Record an admitted group."""
         newest = self._newest.pop(author, None)
-        gap = FIRST_NUMBERS if newest is None else min(MOST_GAP, max(0, sequence - newest))
+        gap = FIRST_GAP if newest is None else min(MOST_GAP, max(0, sequence - newest))
         self._newest[author] = sequence if newest is None else max(newest, sequence)
         density = self._density.pop(source, None) or Density()
         density.add(gap)
@@ -391,7 +390,11 @@ class SourceShares:
             self._density.popitem(last=False)
 
     def room(self, waiting: Iterable[str], count: int) -> dict[str, int]:
-        """Return the number of groups of each source that the next draw may take.
+        """Return the number of groups of each source that the next draw may take: the larger of
+
+        * EXCESS × the source's part of the groups of the last HISTORY_DRAWS draws including this
+          one, at least 1, minus the groups that were drawn from it;
+        * floor(part × count), in every draw.
 
         Args:
             waiting: Sources of the groups that can be drawn.
@@ -421,130 +424,4 @@ class SourceShares:
 
     def _value(self, source: str) -> float:
         known = self._density.get(source)
-        return known.value if known is not None else 1.0 / FIRST_NUMBERS
-
-
-# ---- authors -------------------------------------------------------------------------------------
-
-
-MAX_PEERS = 4096
-"""Authors that are remembered in each table."""
-DISTRUSTED: frozenset[Outcome] = frozenset(
-    {"forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature"}
-)
-"""Judgements that put a group's author on probation again."""
-REFUSED_AT_MOST = 4
-"""Most refusals that count against an author, so that it can recover."""
-
-
-class Authors:
-    """Authors by peer id: their admitted groups, the trainer's judgements of drawn groups, and
-    trust. Bounded: the author without a group for longest is forgotten.
-
-    Each group that the trainer refuses for a reason of DISTRUSTED halves the share of draws in
-    which its author takes part. It quarters the share if no group of the author was used since the
-    last such refusal. The share is at least 1/16. Each group that is trained on doubles it again,
-    so that an author can recover if this node's own policy was the one that differed.
-    """
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._trust = PeerTrust()
-        self._admitted: OrderedDict[str, int] = OrderedDict()
-        self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Counts of drawn groups by the trainer's judgement."""
-        return dict(self._outcomes)
-
-    @property
-    def used(self) -> int:
-        """Number of authors with a group that was trained on and none refused since."""
-        return len(self._trust)
-
-    def peers(self) -> list[str]:
-        """Return the authors of admitted groups, the latest last."""
-        return list(self._admitted)
-
-    def admitted_of(self, peer: str) -> int:
-        """Return the number of admitted groups of `peer`; 0 if it is not among the MAX_PEERS latest
-        authors."""
-        return self._admitted.get(peer, 0)
-
-    def admitted(self, peer: str) -> None:
-        """Count a group of `peer` that reached the pool."""
-        count(self._admitted, peer)
-
-    def judged(self, judged: Judged) -> None:
-        """Record the trainer's judgement of a drawn group, which raises or lowers trust and
-        reputation."""
-        self._outcomes[judged.outcome] += 1
-        self._trust.judged(judged.peer, judged.outcome)
-        if judged.outcome == "used":
-            self._network.accepted(judged.peer)
-        elif REASONS[judged.outcome] is Verdict.REJECT:
-            self._network.rejected(judged.peer, judged.outcome)
-
-    def trust(self, peer: str) -> float:
-        """Return the weight of the groups of `peer` in a draw, 0 to 1; 0 for a greylisted peer."""
-        if not self._network.is_allowed(peer):
-            return 0.0
-        score = self._network.score(peer)
-        return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)
-
-    def belief(self, peer: str) -> float:
-        """Return the share of draws in which the groups of `peer` take part."""
-        return self._trust.belief(peer)
-
-    def fetch_weight(self, peer: str) -> float:
-        """Return the weight of the groups of `peer` in the choice of fetches, 0 to 1: its trust ×
-        the share of draws in which its groups take part."""
-        return self.trust(peer) * self.belief(peer)
-
-
-class PeerTrust:
-    """Counts of judged groups by peer, bounded."""
-
-    def __init__(self) -> None:
-        self._used: OrderedDict[str, int] = OrderedDict()
-        self._refused: OrderedDict[str, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Return the number of authors with a group that was trained on and none refused since."""
-        return len(self._used)
-
-    def used(self, peer: str) -> int:
-        """Return the number of groups of `peer` that were trained on since its last refused one."""
-        return self._used.get(peer, 0)
-
-    def judged(self, peer: str, outcome: Outcome) -> None:
-        """Record the trainer's judgement of a drawn group of `peer`."""
-        if outcome == "used":
-            count(self._used, peer)
-            if (refused := self._refused.pop(peer, 0)) > 1:
-                self._refused[peer] = refused - 1
-        elif outcome in DISTRUSTED:
-            known = self._used.pop(peer, 0)
-            for _ in range(1 if known else 2):
-                count(self._refused, peer, REFUSED_AT_MOST)
-
-    def of(self, peer: str, reputation: float) -> float:
-        """Return the weight of its groups in a draw, 0 to 1: `reputation` × probation
-        (`sampling.trust`)."""
-        return sampling.trust(reputation, self.used(peer))
-
-    def belief(self, peer: str) -> float:
-        """Return the share of draws in which its groups take part: `0.5 ** refusals`, where each
-        refusal without a used group since the last one counts twice, and each used group removes
-        one."""
-        return float(0.5 ** self._refused.get(peer, 0))
-
-
-def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:
-    """Add 1 to the count of `peer`, at most `most`, and make it the latest. If there are more than
-    MAX_PEERS, forget the earliest."""
-    number = counts.pop(peer, 0) + 1
-    counts[peer] = number if most is None else min(number, most)
-    if len(counts) > MAX_PEERS:
-        counts.popitem(last=False)
+        return known.value if known is not None else 1.0 / FIRST_GAP

@@ -5,7 +5,7 @@ without a network.
 
     drew ─▶ demand ─▶ polls_due ─▶ polled ─▶ Offers ─▶ fetches_due ─▶ fetched ─▶ scored
                                                                          │          │
-                                          Claims (is a listing true?) ◀──┴──────────┘
+                                   ListingTrust (is a listing true?) ◀───┴──────────┘
 
 A node is hungry in two cases:
 
@@ -134,7 +134,7 @@ class Puller:
         self, own_key: bytes, author_of: Callable[[bytes], str], rng: random.Random, now: float
     ) -> None:
         self.offers = Offers(own_key, author_of)
-        self.claims = Claims()
+        self.claims = ListingTrust()
         self._rng = rng
         self._timer = PullTimer()
         self._step = FIRST_STEP
@@ -348,7 +348,7 @@ class Puller:
         else:
             self.claims.fault(holder, "spread")
 
-    def diverged(self, content: bytes) -> None:
+    def replay_failed(self, content: bytes) -> None:
         """Note that the episodes of a fetched group end elsewhere when they are replayed."""
         if (asked := self._asked.pop(content, None)) is not None:
             self._wanted += 1  # it cannot be trained on, so the node needs another one
@@ -437,7 +437,7 @@ class ListingStatistics(msgspec.Struct, frozen=True):
     """Holders that are remembered."""
 
 
-class Claims:
+class ListingTrust:
     """Belief in the listings of the MOST_HOLDERS latest holders, from comparing them with the
     fetched groups.
 
@@ -514,10 +514,10 @@ REMEMBERED_AUTHORS = 64
 """Number of latest fetched groups whose authors are remembered. Each remembered group of an author
 lowers the weight of its next one."""
 
-_Claim = tuple[bytes, bytes, int]
+_ListingKey = tuple[bytes, bytes, int]
 """(content id, author, creation time). Contradicting listings of one group are separate claims, so
 that a false listing never replaces a true one."""
-_Held = dict[_Claim, list[tuple[str, ListedGroup]]]
+_Held = dict[_ListingKey, list[tuple[str, ListedGroup]]]
 """Claim → (holder, its listing)."""
 
 
@@ -742,7 +742,9 @@ def _name(
     )
 
 
-def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
+def _by_name(
+    weight: dict[_ListingKey, float], names: dict[_ListingKey, str]
+) -> dict[_ListingKey, float]:
     """Scale the weights so that the claims of each name add up to the weight of its best claim."""
     best, total = defaultdict[str, float](float), defaultdict[str, float](float)
     for claim, value in weight.items():
@@ -755,7 +757,10 @@ def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Cla
 
 
 def _of_few(
-    held: _Held, weight: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random
+    held: _Held,
+    weight: dict[_ListingKey, float],
+    belief: Callable[[str], float],
+    rng: random.Random,
 ) -> _Held:
     """Restrict the claims to FEW_HOLDERS holders, drawn by belief × the total weight of their
     offers."""
@@ -774,7 +779,7 @@ def _of_few(
 
 def _pack(
     count: int,
-    ordered: Sequence[tuple[_Claim, str, str, list[tuple[str, ListedGroup]]]],
+    ordered: Sequence[tuple[_ListingKey, str, str, list[tuple[str, ListedGroup]]]],
     belief: Callable[[str], float],
     rng: random.Random,
 ) -> list[Pull]:

@@ -1,8 +1,8 @@
 """The closed set of reasons for which a group is refused. Each is a metric label with a verdict.
 
     IGNORE  an honest node may send this: an old or repeated group, or too many at once
-    REJECT  no honest node of this version sends this. It costs the author reputation, or the holder
-            if there is no author's signature
+    REJECT  no honest node of this version sends this. It costs the holder reputation, and the
+            author too if the signature is valid
 
 Holders apply the same checks. REJECT is therefore only for checks with the same result on all
 honest nodes of a swarm. A node with another clock or memory must not blame its neighbour.
@@ -66,7 +66,7 @@ REASONS: Final[dict[str, Verdict]] = {
     # this node
     "busy": Verdict.IGNORE,
     "scorer": Verdict.IGNORE,
-    "pool_full": Verdict.IGNORE,
+    "not_pooled": Verdict.IGNORE,  # larger than its author's share of the pool, or already there
     "internal": Verdict.IGNORE,  # a defect here: counted, logged, never a peer's fault
     # against its listing
     "mismatch": Verdict.REJECT,  # another group than the listed one

@@ -1653,7 +1653,7 @@ class StageAveraging(Replica, Observer):
         if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
             fragment = message.fragment
             step = self._parts.counters.outer_clocks[fragment]
-            self._send(local.ExchangeEnded(message.session, fragment, "", "local", False, step))
+            self._send(local.SwapEnded(message.session, fragment, "", "local", False, step))
         elif isinstance(message, local.WriteState):
             self._send(local.StateWritten("", 0, []))
 

@@ -1,15 +1,20 @@
 """The trainer's part of weight averaging. Only the trainer's thread changes θ, φ and δ, and only
 between two steps.
 
-    link's thread      `receive`: queues a message or drops an exchange; returns at once
+    link's thread      `receive`: queues a message or drops a swap; returns at once
     worker's thread    slow work (`weights_worker`): copy, encode, write; read, decode, gate;
-    prepare
-                       the outer step
+                       prepare the outer step
     trainer's thread   `between_steps`: probe, which needs the model ─▶ commit. It never waits for
                        the network.
 
-The messages are defined in `weights.local`. No weight changes before the commit, so an exchange
-that fails leaves the policy bit-identical. The commit is saved in the same state file as everything
+The calls of one swap, in order; those of the worker are marked w:
+
+    TakeSnapshot ─▶ w `_copy`, `_publish` ─▶ SnapshotWritten
+    ApplyPayload ─▶ w `_examine` ─▶ `_on_examined` ─▶ probe ─▶ `_on_losses`, `_decide`
+                 ─▶ `_schedule_step` ─▶ w `_prepared` ─▶ `_commit`, `_step` ─▶ SwapEnded
+
+The messages are defined in `weights.local`. No weight changes before the commit, so a swap that
+fails leaves the policy bit-identical. The commit is saved in the same state file as everything
 else, so after a kill it is either complete or absent.
 """
 
@@ -30,8 +35,6 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, Probe, norm
 from swarmnode.averaging.outer import (
-    Exchange,
-    ExchangeTable,
     OuterState,
     SlowWeights,
     Tensors,
@@ -52,6 +55,8 @@ from swarmnode.trainer.weights_worker import (
     ReplicaParts,
     StateRead,
     StepPrepared,
+    SwapTable,
+    TrainerSwap,
     WorkerFailed,
 )
 from swarmnode.weights import fragments, local
@@ -116,7 +121,7 @@ class Replica:
             tensors,
             outer,
             counters,
-            ExchangeTable(),
+            SwapTable(),
             AveragingGate(grows=adapter is not None),
             schedule,
         )
@@ -194,8 +199,8 @@ class Replica:
     def receive(self, message: local.ToTrainer) -> None:
         """Handle a message of the network process; return at once."""
         match message:
-            case local.DropExchange(session):
-                self._parts.exchanges.drop(session)
+            case local.DropSwap(session):
+                self._parts.swaps.drop(session)
             case local.AdoptState(peer=""):
                 self._settled.set()
             case local.AdoptState(path=""):
@@ -246,58 +251,56 @@ class Replica:
                 self._on_examined(arrival)
             case AverageMeasured():
                 self._on_losses(arrival)
-            case StepPrepared(exchange):
-                if exchange.session:
-                    return self._commit(exchange)
-                self._record(exchange)
+            case StepPrepared(swap):
+                if swap.session:
+                    return self._commit(swap)
+                self._record(swap)
             case StateRead():
                 return self._adopt(arrival)
         return False
 
-    # ---- an exchange -----------------------------------------------------------------------------
+    # ---- a swap ----------------------------------------------------------------------------------
 
     def _on_examined(self, examined: PayloadExamined) -> None:
-        exchange = self._parts.exchanges.get(examined.session)
+        swap = self._parts.swaps.get(examined.session)
         found = examined.found
-        if exchange is None:  # it was dropped, or another commit has replaced φ
+        if swap is None:  # it was dropped, or another commit has replaced φ
             self._end(None, examined.session, "local")
         elif found is None:
-            self._parts.gate.refused(examined.outcome)
+            self._parts.gate.count_outcome(examined.outcome)
             # The partner receives this node's weights; this node takes a solo step.
             if examined.outcome == "lagging":
-                self._note_claim(exchange)
-                taken = self._parts.schedule.takes(exchange.fragment, exchange.snapshot)
-                self._schedule_step(
-                    exchange, "lagging", {name: exchange.snapshot[name] for name in taken}
-                )
+                self._note_claim(swap)
+                taken = self._parts.schedule.takes(swap.fragment, swap.snapshot)
+                self._schedule_step(swap, "lagging", {name: swap.snapshot[name] for name in taken})
             else:
-                self._end(exchange, exchange.session, examined.outcome)
+                self._end(swap, swap.session, examined.outcome)
         elif found.mean is None:
-            self._decide(exchange, found, None)
+            self._decide(swap, found, None)
         else:
-            self._note_claim(exchange)
-            taken = self._parts.schedule.takes(exchange.fragment, found.mean)
+            self._note_claim(swap)
+            taken = self._parts.schedule.takes(swap.fragment, found.mean)
             mine, mean = (
                 {name: found.mine[name] for name in taken},
                 {name: found.mean[name] for name in taken},
             )
             found = dataclasses.replace(found, mine=mine, mean=mean)
             answer = lambda losses: self._worker.arrived.append(
-                AverageMeasured(exchange.session, found, losses)
+                AverageMeasured(swap.session, found, losses)
             )
             if not self._probe.measure(mine, mean, answer):
                 log.info(
                     "rejected weights of %s: too few own completions to probe them",
-                    exchange.peer,
+                    swap.peer,
                 )
-                self._end(exchange, exchange.session, "local")
+                self._end(swap, swap.session, "local")
 
-    def _note_claim(self, exchange: Exchange) -> None:
+    def _note_claim(self, swap: TrainerSwap) -> None:
         """Record the partner's claimed outer step. Correct this node's counters if the recent
         partners show that they are too large."""
         counters, lags = self._parts.counters, self._lags
-        lags.pop(exchange.peer, None)
-        lags[exchange.peer] = exchange.outer_step - (exchange.their_outer_step or 0)
+        lags.pop(swap.peer, None)
+        lags[swap.peer] = swap.outer_step - (swap.their_outer_step or 0)
         if len(lags) > RECENT_PARTNERS:
             lags.popitem(last=False)
         wrong = counter_excess(lags.values())
@@ -313,128 +316,126 @@ class Replica:
             self._lags = OrderedDict((peer, lag - wrong) for peer, lag in lags.items())
 
     def _on_losses(self, measured: AverageMeasured) -> None:
-        exchange = self._parts.exchanges.get(measured.session)
-        if exchange is None or measured.losses is None:
-            self._end(exchange, measured.session, "local")
+        swap = self._parts.swaps.get(measured.session)
+        if swap is None or measured.losses is None:
+            self._end(swap, measured.session, "local")
         else:
-            self._decide(exchange, measured.found, measured.losses)
+            self._decide(swap, measured.found, measured.losses)
 
-    def _decide(self, exchange: Exchange, found: Examination, losses: Losses | None) -> None:
+    def _decide(self, swap: TrainerSwap, found: Examination, losses: Losses | None) -> None:
         decision = self._parts.gate.conclude(found, losses)
         if decision.outcome == "probe" and losses is not None:
             log.info(
                 "rejected weights of %s: probe loss %.3f -> %.3f nats per token",
-                exchange.peer,
+                swap.peer,
                 losses.before,
                 losses.after,
             )
         if decision.mean is None:
-            self._end(exchange, exchange.session, decision.outcome)
+            self._end(swap, swap.session, decision.outcome)
         else:
             self._distance = found.relative_distance  # meaningful for accepted weights only
-            self._schedule_step(exchange, decision.outcome, decision.mean)
+            self._schedule_step(swap, decision.outcome, decision.mean)
 
-    def _schedule_step(self, exchange: Exchange, outcome: str, taken: Tensors) -> None:
+    def _schedule_step(self, swap: TrainerSwap, outcome: str, taken: Tensors) -> None:
         """Have the worker prepare the outer step.
 
         Args:
             taken: Tensors that the outer step includes at least: averages if `outcome` is in
                 AVERAGED, otherwise this node's weights.
         """
-        exchange = dataclasses.replace(exchange, outcome=outcome)
-        if self._parts.exchanges.update(exchange):
+        swap = dataclasses.replace(swap, outcome=outcome)
+        if self._parts.swaps.update(swap):
             mean = taken if outcome in AVERAGED else {}
-            leaves = self._parts.schedule.leaves(exchange.fragment, taken)
+            leaves = self._parts.schedule.leaves(swap.fragment, taken)
             alone = {
                 name: theta
-                for name, theta in exchange.snapshot.items()
+                for name, theta in swap.snapshot.items()
                 if name not in mean and (name in taken or not leaves)
             }
-            self._worker.submit(PrepareStep(exchange, mean, alone))
+            self._worker.submit(PrepareStep(swap, mean, alone))
         else:
-            self._end(None, exchange.session, "local")
+            self._end(None, swap.session, "local")
 
-    def _commit(self, exchange: Exchange) -> bool:
-        """Take the prepared outer step of an exchange, unless the exchange was dropped or φ has
+    def _commit(self, swap: TrainerSwap) -> bool:
+        """Take the prepared outer step of a swap, unless the swap was dropped or φ has
         changed. Return True if the policy's weights have changed."""
-        if self._parts.exchanges.pop(exchange.session) is None or not self._step(exchange):
-            self._end(None, exchange.session, "local")
+        if self._parts.swaps.pop(swap.session) is None or not self._step(swap):
+            self._end(None, swap.session, "local")
             return False
         counters = self._parts.counters
-        if exchange.outcome == "probation":
+        if swap.outcome == "probation":
             counters.probation = False
-        elif exchange.outcome in AVERAGED:
-            counters.revert = counters.revert.committed(exchange.peer)
+        elif swap.outcome in AVERAGED:
+            counters.revert = counters.revert.committed(swap.peer)
         counters.exchanges_total += 1
-        outer_step = counters.outer_clocks[exchange.fragment]
+        outer_step = counters.outer_clocks[swap.fragment]
         self._send(
-            local.ExchangeEnded(
-                exchange.session,
-                exchange.fragment,
-                exchange.peer,
-                exchange.outcome,
+            local.SwapEnded(
+                swap.session,
+                swap.fragment,
+                swap.peer,
+                swap.outcome,
                 True,
                 outer_step,
             )
         )
-        return exchange.outcome in AVERAGED
+        return swap.outcome in AVERAGED
 
-    def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
-        """End an exchange without a commit.
+    def _end(self, swap: TrainerSwap | None, session: bytes, outcome: str) -> None:
+        """End a swap without a commit.
 
         Args:
-            exchange: None if it is not in the table any more.
+            swap: None if it is not in the table any more.
         """
-        self._parts.exchanges.pop(session)
-        fragment, peer = (exchange.fragment, exchange.peer) if exchange is not None else (0, "")
+        self._parts.swaps.pop(session)
+        fragment, peer = (swap.fragment, swap.peer) if swap is not None else (0, "")
         self._send(
-            local.ExchangeEnded(
+            local.SwapEnded(
                 session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]
             )
         )
 
-    def _record(self, exchange: Exchange) -> None:
+    def _record(self, swap: TrainerSwap) -> None:
         """Take a solo step, which changes φ and δ but no weight, unless φ has changed since it was
         prepared."""
         # A pipeline stage may hold no layer of the fragment.
-        if self._step(exchange) and exchange.snapshot:
+        if self._step(swap) and swap.snapshot:
             self._parts.counters.solo_steps_total += 1
 
-    def _step(self, exchange: Exchange) -> bool:
-        """Take a prepared outer step: all tensors of an exchange, or the tensors of a solo step
-        that no exchange has taken since.
+    def _step(self, swap: TrainerSwap) -> bool:
+        """Take a prepared outer step: all tensors of a swap, or the tensors of a solo step
+        that no swap has taken since.
 
         Returns:
             False, without effect, if φ has changed since the copy was made, or if tensors that the
-            exchange does not include have become due.
+            swap does not include have become due.
         """
         parts, clocks, fragment, prepared = (
             self._parts,
             self._parts.counters.outer_clocks,
-            exchange.fragment,
-            exchange.prepared,
+            swap.fragment,
+            swap.prepared,
         )
         held = parts.tensors.names(fragment)
         if prepared is None:
             return False
-        if not exchange.session:
+        if not swap.session:
             prepared = prepared.of(parts.schedule.takes(fragment, prepared.phi))
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
-        averaged = exchange.outcome in AVERAGED
+        averaged = swap.outcome in AVERAGED
         with parts.tensors.lock:
-            if not parts.outer.take(prepared, rest=rest, alone=not averaged):
+            if not parts.outer.take(prepared, completes_last=rest, solo=not averaged):
                 return False
             if averaged:
-                parts.outer.commit(
+                parts.outer.merge_parameters(
                     parts.tensors.parameters,
-                    {name: exchange.snapshot[name] for name in prepared.phi},
+                    {name: swap.snapshot[name] for name in prepared.phi},
                 )
-            clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(
-                rest
-            )
-            parts.exchanges.drop_fragment(fragment)
+            clocks[fragment] = next_outer_step(clocks[fragment], swap.their_outer_step) - int(rest)
+            parts.swaps.drop_fragment(fragment)
             parts.schedule.stepped(fragment, prepared.phi, held, parts.counters.step)
         return True
 
@@ -476,7 +477,7 @@ class Replica:
         try:
             with parts.tensors.lock:
                 parts.outer.adopt(parts.tensors.parameters, slow)
-                parts.exchanges.clear()
+                parts.swaps.clear()
         except StateError:
             return "not_finite"
         self._adoption = before
@@ -507,7 +508,7 @@ class Replica:
     # ---- held-out reward -------------------------------------------------------------------------
 
     def observe(self, reward: float) -> bool:
-        """Process a measured held-out reward; return True if it caused a revert of exchanges or of
+        """Process a measured held-out reward; return True if it caused a revert of swaps or of
         an adopted state."""
         adoption, self._adoption = self._adoption, None
         counters = self._parts.counters
@@ -516,14 +517,14 @@ class Replica:
             return True
         counters.revert, blamed = counters.revert.observed(reward)
         if not blamed:
-            self._parts.outer.keep()
+            self._parts.outer.discard_undo()
             return False
         return self._revert(blamed)
 
     def keep(self) -> None:
         """Discard the tensors for a revert. Called where no held-out reward is measured, so that no
         revert can happen."""
-        self._parts.outer.keep()
+        self._parts.outer.discard_undo()
 
     def _revert_adoption(self, adoption: Adoption, reward: float) -> None:
         log.warning(
@@ -535,7 +536,7 @@ class Replica:
         parts = self._parts
         with parts.tensors.lock:
             parts.outer.adopt(parts.tensors.parameters, adoption.slow)
-            parts.exchanges.clear()
+            parts.swaps.clear()
         parts.counters.outer_clocks = adoption.outer_steps
         parts.counters.policy_version += 1
         self._send(local.StateAdopted(adoption.peer, "worse", list(adoption.outer_steps)))
@@ -544,13 +545,13 @@ class Replica:
         parts = self._parts
         with parts.tensors.lock:
             reverted = parts.outer.revert(parts.tensors.parameters)
-            parts.exchanges.clear()
+            parts.swaps.clear()
         if reverted:
-            log.warning("held-out reward fell: reverted exchanges with %s", ", ".join(peers))
+            log.warning("held-out reward fell: reverted swaps with %s", ", ".join(peers))
             parts.counters.policy_version += 1
             for peer in peers:
-                parts.gate.refused("reverted")
-                self._send(local.ExchangeReverted(peer))
+                parts.gate.count_outcome("reverted")
+                self._send(local.SwapReverted(peer))
         return reverted
 
     # ---- statistics ------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The slow part of weight averaging in the trainer, in its own thread: copies, encodes and writes
 weights; reads, decodes and examines payloads; prepares outer steps.
 
-    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread, between two
-    steps
+    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread,
+                                                                    between two steps
 
 The worker changes no weights. It copies them under the optimizer's lock. It reads φ and δ without
 copying, because an outer step replaces these tensors and never modifies them.
@@ -16,30 +16,123 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from swarmnode.averaging import codecs, lora
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import Exchange, ExchangeTable, OuterState, Tensors, prepare
+from swarmnode.averaging.outer import OuterState, Prepared, SlowWeights, Tensors, prepare
 from swarmnode.averaging.payload_files import PayloadFiles, mapped
 from swarmnode.errors import BadMessage
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout
-from swarmnode.weights.local import STATE_CODEC, TensorHash
+from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
 
 NAMED = ("names", "dtype", "shape", "not_finite")
-"""Reasons of `BadMessage` that are also outcomes of an exchange."""
+"""Reasons of `BadMessage` that are also outcomes of a swap."""
+
+
+# ---- swaps under way -----------------------------------------------------------------------------
+
+
+DROPPED: Final = 1024
+"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
+state."""
+
+
+@dataclass(frozen=True)
+class TrainerSwap:
+    """The trainer's state of one swap of a fragment, or of a solo step."""
+
+    session: bytes
+    """Id of the swap; empty for a solo step."""
+    fragment: int
+    snapshot: Tensors
+    """This node's weights of the fragment at the time of the copy, float32 on the host."""
+    shared: Tensors
+    """The subset of `snapshot` that the partner holds too."""
+    slow: SlowWeights
+    """φ and δ at the time of the copy."""
+    outer_step: int
+    """Outer steps that the fragment had taken. If the swap takes only tensors that the last
+    partner did not hold, the last step is not counted."""
+    peer: str = ""
+    their_outer_step: int | None = None
+    """The partner's claim."""
+    prepared: Prepared | None = None
+    """The outer step with the tensors that passed the gate; None before."""
+    outcome: str = ""
+    """The gate's verdict, one of `weights.local.OUTCOMES`."""
+
+
+class SwapTable:
+    """Swaps under way in the trainer by id, at most MOST_SWAPS. A swap that is not in the table
+    must not be applied. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._swaps: OrderedDict[bytes, TrainerSwap] = OrderedDict()
+        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
+        self._lock = threading.Lock()
+
+    def put(self, swap: TrainerSwap) -> None:
+        """Add a swap unless it was dropped before. Of more than MOST_SWAPS, remove the
+        oldest."""
+        with self._lock:
+            if swap.session in self._dropped:
+                return
+            self._swaps[swap.session] = swap
+            while len(self._swaps) > MOST_SWAPS:
+                self._swaps.popitem(last=False)
+
+    def get(self, session: bytes) -> TrainerSwap | None:
+        with self._lock:
+            return self._swaps.get(session)
+
+    def update(self, swap: TrainerSwap) -> bool:
+        """Replace the record of a swap. Return False if the swap was dropped meanwhile."""
+        with self._lock:
+            if swap.session not in self._swaps:
+                return False
+            self._swaps[swap.session] = swap
+            return True
+
+    def pop(self, session: bytes) -> TrainerSwap | None:
+        with self._lock:
+            return self._swaps.pop(session, None)
+
+    def drop(self, session: bytes) -> None:
+        """Remove a swap, and refuse it if it is added later."""
+        with self._lock:
+            self._swaps.pop(session, None)
+            self._dropped.append(session)
+
+    def is_dropped(self, session: bytes) -> bool:
+        with self._lock:
+            return session in self._dropped
+
+    def drop_fragment(self, fragment: int) -> None:
+        """Remove all swaps of `fragment`: their copies are of weights that no longer exist."""
+        with self._lock:
+            for session in [s for s, swap in self._swaps.items() if swap.fragment == fragment]:
+                del self._swaps[session]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._swaps.clear()
+
+
+# ---- state that both threads share ---------------------------------------------------------------
 
 
 @dataclass
@@ -53,19 +146,19 @@ class ReplicaParts:
     """φ and δ. Changed by the trainer's thread, under `tensors.lock`."""
     counters: Counters
     """Changed by the trainer's thread; the outer step counters under `tensors.lock`."""
-    exchanges: ExchangeTable
+    swaps: SwapTable
     """Changed by any thread; it has its own lock."""
     gate: AveragingGate
     """Changed by any thread; it has its own lock."""
     schedule: OuterSchedule
     """Changed by the trainer's thread; the remaining tensors under `tensors.lock`."""
 
-    def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
-        """Return a new exchange with a copy of the weights of `fragment`. With a session, add it to
+    def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> TrainerSwap:
+        """Return a new swap with a copy of the weights of `fragment`. With a session, add it to
         the table. Waits for an optimizer step in progress.
 
         Args:
-            session: Session of the exchange; empty for a solo step.
+            session: Session of the swap; empty for a solo step.
             blocks: Packed list of the layers that the partner holds; None without a partner.
         """
         with self.tensors.lock:
@@ -80,7 +173,7 @@ class ReplicaParts:
             )
             # The rest of an outer step that was counted already.
             rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))
-            exchange = Exchange(
+            swap = TrainerSwap(
                 session,
                 fragment,
                 snapshot,
@@ -89,8 +182,8 @@ class ReplicaParts:
                 max(0, self.counters.outer_clocks[fragment] - int(rest)),
             )
             if session:
-                self.exchanges.put(exchange)
-        return exchange
+                self.swaps.put(swap)
+        return swap
 
 
 # ---- jobs: messages of the network process, and `PrepareStep` of the trainer's thread ------------
@@ -98,9 +191,9 @@ class ReplicaParts:
 
 @dataclass(frozen=True)
 class PrepareStep:
-    """Compute the outer step of an exchange that passed the gate."""
+    """Compute the outer step of a swap that passed the gate."""
 
-    exchange: Exchange
+    swap: TrainerSwap
     mean: Tensors
     """θ̄ of the tensors that are averaged."""
     alone: Tensors
@@ -144,7 +237,7 @@ class AverageMeasured:
 class StepPrepared:
     """An outer step that can be committed."""
 
-    exchange: Exchange
+    swap: TrainerSwap
 
 
 @dataclass(frozen=True)
@@ -199,7 +292,7 @@ class AveragingWorker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; called from any thread. The job is skipped if its exchange is dropped before
+        """Queue a job; called from any thread. The job is skipped if its swap is dropped before
         it starts."""
         self._jobs.put(job)
 
@@ -220,7 +313,7 @@ class AveragingWorker:
     def _do(self, job: Job) -> None:
         match job:
             case local.TakeSnapshot(session) | local.ApplyPayload(session) if (
-                self._parts.exchanges.is_dropped(session)
+                self._parts.swaps.is_dropped(session)
             ):
                 pass
             case local.TakeSnapshot(session, fragment, blocks):
@@ -235,8 +328,8 @@ class AveragingWorker:
                 self.arrived.append(StepPrepared(self._prepared(job)))
             case local.SoloStep(fragment):
                 if self._holds(fragment):
-                    exchange = self._copy(b"", fragment)
-                    step = PrepareStep(exchange, {}, exchange.snapshot)
+                    swap = self._copy(b"", fragment)
+                    step = PrepareStep(swap, {}, swap.snapshot)
                     self.arrived.append(StepPrepared(self._prepared(step)))
             case local.WriteState():
                 self._write_state()
@@ -246,64 +339,58 @@ class AveragingWorker:
     def _holds(self, fragment: int) -> bool:
         return 0 <= fragment < len(self._parts.tensors.parts)
 
-    def _copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
+    def _copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> TrainerSwap:
         began = time.monotonic()
-        exchange = self._parts.copy(session, fragment, blocks)
+        swap = self._parts.copy(session, fragment, blocks)
         self.copy_seconds += time.monotonic() - began
-        return exchange
+        return swap
 
-    def _prepared(self, step: PrepareStep) -> Exchange:
-        exchange = step.exchange
-        prepared = prepare(self._parts.outer.rule, exchange.slow, step.mean, step.alone)
-        return dataclasses.replace(exchange, prepared=prepared)
+    def _prepared(self, step: PrepareStep) -> TrainerSwap:
+        swap = step.swap
+        prepared = prepare(self._parts.outer.rule, swap.slow, step.mean, step.alone)
+        return dataclasses.replace(swap, prepared=prepared)
 
-    def _publish(self, exchange: Exchange) -> None:
-        learnt = norm(exchange.shared, minus=exchange.slow.phi)
-        data = self._parts.tensors.encode(exchange.fragment, exchange.shared, learnt)
-        if self._parts.exchanges.is_dropped(exchange.session):
+    def _publish(self, swap: TrainerSwap) -> None:
+        learnt = norm(swap.shared, minus=swap.slow.phi)
+        data = self._parts.tensors.encode(swap.fragment, swap.shared, learnt)
+        if self._parts.swaps.is_dropped(swap.session):
             return
-        path, blocks = self._files.write([data]), blocks_of(exchange.shared)
+        path, blocks = self._files.write([data]), blocks_of(swap.shared)
         self._send(
-            local.SnapshotWritten(
-                exchange.session, exchange.fragment, path, exchange.outer_step, blocks
-            )
+            local.SnapshotWritten(swap.session, swap.fragment, path, swap.outer_step, blocks)
         )
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:
         """Read a partner's payload and run all checks of the gate except for the probe, which runs
         between two steps."""
         session = message.session
-        exchange = self._parts.exchanges.get(session)
-        # The exchange is not in the table if a commit has replaced φ since the partner received its
+        swap = self._parts.swaps.get(session)
+        # The swap is not in the table if a commit has replaced φ since the partner received its
         # copy. Continue with the present weights.
-        if exchange is None:
-            exchange = self._copy(session, message.fragment, message.blocks)
-        exchange = dataclasses.replace(
-            exchange, peer=message.peer, their_outer_step=message.outer_step
-        )
-        if not self._parts.exchanges.update(exchange):
+        if swap is None:
+            swap = self._copy(session, message.fragment, message.blocks)
+        swap = dataclasses.replace(swap, peer=message.peer, their_outer_step=message.outer_step)
+        if not self._parts.swaps.update(swap):
             return PayloadExamined(session, None, "local")
         try:
-            theirs = self._parts.tensors.decode(
-                exchange.fragment, mapped(message.path), exchange.shared
-            )
+            theirs = self._parts.tensors.decode(swap.fragment, mapped(message.path), swap.shared)
         except BadMessage as bad:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
         except (OSError, ValueError) as error:
             log.warning("cannot read weights of %s: %s", message.peer, error)
             return PayloadExamined(session, None, "local")
-        self.lag = float(exchange.outer_step - message.outer_step)
+        self.lag = float(swap.outer_step - message.outer_step)
         if too_far_behind(self.lag):
             return PayloadExamined(session, None, "lagging")
-        if self._trains_a and not lora.residual(exchange.shared, theirs).allowed:
+        if self._trains_a and not lora.residual(swap.shared, theirs).allowed:
             return PayloadExamined(session, None, "lora_residual")
         found = self._parts.gate.examine(
-            exchange.peer,
-            exchange.shared,
+            swap.peer,
+            swap.shared,
             theirs,
             weight=mixing_weight(self.lag),
-            moved=norm(exchange.shared, minus=exchange.slow.phi),
+            moved=norm(swap.shared, minus=swap.slow.phi),
             probation=self._parts.counters.probation,
         )
         return PayloadExamined(session, found)

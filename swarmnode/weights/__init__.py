@@ -2,5 +2,5 @@
 weights.
 
 Nothing here imports torch. `averaging/` computes with the tensors in the trainer. Read
-`exchange.py` first, then `averaging/gate.py` and `averaging/outer.py`.
+`exchange.py` first, then `trainer/weights.py`, `averaging/gate.py` and `averaging/outer.py`.
 """

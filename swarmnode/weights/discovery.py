@@ -73,7 +73,7 @@ class Claim(msgspec.Struct, frozen=True):
     fingerprint: bytes
     outer_step: int
     blocks: bytes
-    """Blocks that the peer holds, packed."""
+    """Blocks that the peer holds, as a bitmask (`fragments.pack`)."""
     at: float
     """Time of the claim, on trio's clock."""
 
@@ -163,11 +163,12 @@ class Discovery:
         return [peer for peer in self.candidates() if self._blocks(peer) == self._replica.blocks]
 
     def shared(self, peer: str) -> bytes:
-        """Return the blocks that both `peer` (by its claim) and this node hold, packed."""
+        """Return the blocks that both `peer` (by its claim) and this node hold, as a bitmask."""
         return common(self._blocks(peer), self._replica.blocks)
 
     def _blocks(self, peer: str) -> bytes:
-        """Return the blocks that `peer` last claimed, packed; empty for another fingerprint."""
+        """Return the bitmask of the blocks that `peer` last claimed; empty for another
+        fingerprint."""
         claim = self._claims.get(peer)
         if claim is None or claim.fingerprint != self._replica.fingerprint:
             return b""
@@ -184,7 +185,7 @@ class Discovery:
         Args:
             fragment: The fragment that is due.
             outer_step: Outer steps that this node has taken of it.
-            blocks: The due blocks of the fragment, packed; empty for all.
+            blocks: The due blocks of the fragment, as a bitmask; empty for all.
 
         Returns:
             The candidates, the first to ask first, and how many of them equal the first.

@@ -1,5 +1,8 @@
-"""A swap: averaging one fragment with one peer, from the request to the commit. Both sides take the
-mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
+"""A swap: averaging one fragment with one peer, from the request to the commit (NoLoCo, arXiv
+2506.10911, section 3.2). trio; no torch.
+
+Each side computes θ̄ = θ_i + w (θ_j − θ_i) with its own θ_i and w = ½. If the partner is n > 0 outer
+steps behind, w = ½ / (1 + n). If n > 4, w = 0: this side takes a solo step (`weights.rule`).
 
     A ─ swap(id, fragment, blocks, outer_step, fingerprint) ─▶ B
     A ◀─ accepted(id) | busy(retry_after) | refused(reason) ─ B    at once: nothing is copied yet
@@ -7,11 +10,13 @@ mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
         `_copy`           the trainer copies between two steps and encodes
         `_await_payload`  ask the partner for payload(id) until it is ready
         `_fetch`          fetch it by bulk transfer
-        `_commit`         the trainer checks it with the gate and commits between two steps
+        `_apply_payload`  the trainer checks it with the gate and commits between two steps
 
 When an own outer step is due, `outer_step_due` asks at most TRIES candidates in the order of
-`Discovery.partners`. If none accepts, the trainer takes the step solo. When a peer proposes a swap,
-`answer` decides. Both paths continue in `_exchange`.
+`Discovery.partners`. If no swap succeeds within TRIES proposals or half an interval, the trainer
+takes the step solo; so it does without a network process. When a peer proposes a swap, `answer`
+decides. Both paths continue in `_exchange`. A swap that a peer proposed counts as the own outer
+step of the fragment if that is due within half an interval (`schedule.EARLY`).
 
 A failure ends one swap, is counted by cause, and lengthens the peer's `PeerBackoff`, unless it is
 this node's fault. A side that fails does not notify the other side, which may commit alone;
@@ -80,12 +85,11 @@ cannot accept one."""
 PAUSE_SHARE: Final = 0.125
 """Longest pause between two tries, as a share of the gap between two outer steps."""
 COPY_WAIT_SECONDS: Final = (5.0, 120.0)
-"""Parameters of the time limit of a copy, without encoding: `min(5 s + two training steps,
-120 s)`."""
+"""`min(5 s + two training steps, 120 s)` is the time limit of a copy without encoding."""
 ENCODED_PER_SECOND: Final = 1e8
 """Lowest expected speed of encoding, bytes of payload per second."""
 APPLY_SECONDS: Final = 360.0
-"""Time limit of `_commit`, to which eight training steps are added."""
+"""Time limit of `_apply_payload`, to which eight training steps are added."""
 POLL_SECONDS: Final = 4.0
 """Longest time for which a `payload` request is held while the payload is being written."""
 POLL_PAUSE_SECONDS: Final = 0.5
@@ -99,8 +103,8 @@ SLOWER: Final = 4.0
 unmeasured peer's deadline."""
 ACCEPT_SHARE: Final = 0.25
 """A fragment accepts at most one swap in this share of its interval."""
-PEER_SHARE: Final = 0.4
-"""A proposal of one of n equally good candidates is accepted at most once in `PEER_SHARE * n` gaps.
+PEER_GAPS: Final = 0.4
+"""A proposal of one of n equally good candidates is accepted at most once in `PEER_GAPS * n` gaps.
 An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
 every second proposal of each other."""
 TURN_GAPS: Final = 1.5
@@ -114,7 +118,7 @@ SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """First backoff of a peer after a failed swap, in units of the swap's duration."""
-LIE_SECONDS: Final = 300.0
+FALSE_DATA_SECONDS: Final = 300.0
 """First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
 PARTNERS: Final = 256
@@ -123,7 +127,7 @@ REMEMBERED_SWAPS: Final = 64
 """Accepted swaps whose payload requests are answered."""
 
 OUTCOMES: Final = (
-    "applied",  # outer steps with a partner's weights
+    "applied",  # completed swaps; `lagging` and `probation` average with weight 0
     "solo",  # outer steps without a partner
     "busy",  # proposals without a swap, by answer
     "refused",
@@ -151,52 +155,13 @@ FALSE_DATA: Final = frozenset(("size", "hash", "malformed"))
 """Failures that prove that the partner sent false data. They cost it reputation."""
 
 
-class PeerBackoff:
-    """Backoff state of one peer, which is neither asked nor accepted before `until`.
-
-    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. The success of a swap that
-    began after the last failure clears it.
-    """
-
-    def __init__(self) -> None:
-        self.until = -math.inf
-        self._failures = 0
-        self._failed_at = -math.inf
-
-    def fail(self, now: float, seconds: float) -> None:
-        """Count a failure. The first one costs `seconds`."""
-        wait = min(seconds * 2.0 ** min(self._failures, 32), LONGEST_BACKOFF_SECONDS)
-        self.until = max(self.until, now + wait)
-        self._failures += 1
-        self._failed_at = now
-
-    def succeed(self, began: float) -> None:
-        """Count a success of a swap that began at `began`."""
-        if began >= self._failed_at:
-            self.until, self._failures = -math.inf, 0
-
-
-@dataclass
-class Partner:
-    """State that is remembered of one peer. Times are trio's."""
-
-    backoff: PeerBackoff = field(default_factory=PeerBackoff)
-    swapped_at: float = -math.inf
-    """Time at which the last swap with it began."""
-    busy_until: float = -math.inf
-    """End of the wait that its last `busy` requested. Until then it is asked after the other
-    candidates."""
-    applied: int = 0
-    """Number of applied swaps."""
-
-
 @dataclass(frozen=True)
-class Copy:
-    """An encoded copy of this node's weights of a fragment."""
+class OfferedPayload:
+    """This node's weights of a fragment, copied, encoded and offered to partners."""
 
     offer: PayloadOffer
     blocks: bytes
-    """Blocks of the fragment in the copy, packed."""
+    """Blocks of the fragment in the payload, as a bitmask (`fragments.pack`)."""
     outer_step: int
     """Outer steps that the fragment had taken when it was copied."""
     at: float
@@ -211,9 +176,9 @@ class SwapState:
     peer: str
     fragment: int
     blocks: bytes
-    """Blocks that both the partner and this node held when the swap began, packed."""
+    """Blocks that both nodes hold, of any fragment, as a bitmask (`fragments.pack`)."""
     phase: str = "proposing"
-    copy: Copy | None = None
+    copy: OfferedPayload | None = None
     """The copy that is offered to the partner."""
     offered: trio.Event = field(default_factory=trio.Event)
     """Set when `copy` is offered, or the swap has ended without one."""
@@ -223,15 +188,11 @@ class SwapState:
     """File of the partner's payload."""
     snapshot: local.SnapshotWritten | None = None
     copied: trio.Event = field(default_factory=trio.Event)
-    ended: local.ExchangeEnded | None = None
+    ended: local.SwapEnded | None = None
     judged: trio.Event = field(default_factory=trio.Event)
     over: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     began: float = field(default_factory=trio.current_time)
-
-    @property
-    def is_applied(self) -> bool:
-        return self.ended is not None and self.ended.committed
 
 
 @dataclass
@@ -248,7 +209,7 @@ class ExchangeStatistics:
     """Bytes of the payloads that the applied swaps fetched, summed."""
 
 
-class Exchange:
+class SwapService:
     """All swaps of this node.
 
     Args:
@@ -287,7 +248,7 @@ class Exchange:
         """Own outer steps without a partner yet, by fragment."""
         self._recent: OrderedDict[bytes, SwapState] = OrderedDict()
         """The latest REMEMBERED_SWAPS accepted swaps, for the partners' `payload` requests."""
-        self._copies: dict[int, Copy] = {}
+        self._copies: dict[int, OfferedPayload] = {}
         """The latest copy of each fragment."""
         self._rest_until: dict[int, float] = {}
         """Fragment → time before which no swap of it is accepted."""
@@ -351,7 +312,7 @@ class Exchange:
         latest = trio.current_time() + self._interval / 2
         candidates = self._order(due)[:TRIES]
         await self._wait_for_swap(due.fragment)
-        while candidates and self._is_sought(due) and len(self._swaps) < MOST_SWAPS:
+        while candidates and self._needs_partner(due) and len(self._swaps) < MOST_SWAPS:
             swap = await self._propose(candidates.pop(0), due)
             if swap is not None:
                 await self._exchange(swap)
@@ -360,13 +321,13 @@ class Exchange:
             await self._wait_for_swap(due.fragment)
             if trio.current_time() > latest:
                 break
-        if self._is_sought(due):
+        if self._needs_partner(due):
             del self._searches[due.fragment]
             self._copies.pop(due.fragment, None)
             self.statistics.outcomes["solo"] += 1
             self._send_to_trainer(local.SoloStep(due.fragment))
 
-    def _is_sought(self, due: local.OuterStepDue) -> bool:
+    def _needs_partner(self, due: local.OuterStepDue) -> bool:
         """Return True while the step needs a partner: no swap of the fragment has been applied, by
         either side's proposal, and the trainer is connected."""
         return self._searches.get(due.fragment) is due
@@ -390,14 +351,14 @@ class Exchange:
         )
         best = self._candidates[: self._best]
 
-        def later(peer: str) -> tuple[bool, bool, bool]:
+        def rank(peer: str) -> tuple[bool, bool, bool]:
             is_busy = self._known(peer).busy_until > now
             swapped_recently = now < self._known(peer).swapped_at + TURN_GAPS * self._gap
-            blocked = self._peer_wait(peer, now) > 0
-            return is_busy, peer not in best, blocked or swapped_recently
+            rests = self._peer_rest_seconds(peer, now) > 0
+            return is_busy, peer not in best, rests or swapped_recently
 
         free = (peer for peer in self._candidates if self._known(peer).backoff.until <= now)
-        return sorted(free, key=later)
+        return sorted(free, key=rank)
 
     async def _propose(self, peer: str, due: local.OuterStepDue) -> SwapState | None:
         """Propose a swap to one candidate. Return None unless it accepts."""
@@ -505,15 +466,15 @@ class Exchange:
         return max(
             self._copy_seconds if under_way else 0.0,
             self._rest_until.get(fragment, now) - now,
-            self._peer_wait(peer, now),
+            self._peer_rest_seconds(peer, now),
             self._known(peer).backoff.until - now,
         )
 
-    def _peer_wait(self, peer: str, now: float) -> float:
+    def _peer_rest_seconds(self, peer: str, now: float) -> float:
         """Return the seconds until the last swap with the peer no longer blocks a new one."""
         best = peer in self._candidates[: self._best]
         equals = self._best if best else max(1, len(self._candidates))
-        until = self._known(peer).swapped_at + PEER_SHARE * self._gap * equals
+        until = self._known(peer).swapped_at + PEER_GAPS * self._gap * equals
         return max(0.0, until - now)
 
     async def _payload(self, peer: str, request: Payload) -> Ready | Busy | Refused:
@@ -550,18 +511,17 @@ class Exchange:
         while len(self._recent) > REMEMBERED_SWAPS:
             self._recent.popitem(last=False)
 
-    async def _exchange(self, swap: SwapState) -> bool:
-        """Run an accepted swap up to the commit. Return True if the trainer has committed."""
+    async def _exchange(self, swap: SwapState) -> None:
+        """Run an accepted swap up to the commit."""
         cause = "no_trainer"
         with swap.scope:  # cancelled when the trainer leaves
             cause = (
                 await self._copy(swap)
                 or await self._await_payload(swap)
                 or await self._fetch(swap)
-                or await self._commit(swap)
+                or await self._apply_payload(swap)
             )
         self._conclude(swap, cause)
-        return swap.is_applied
 
     async def _copy(self, swap: SwapState) -> str:
         """Have the trainer copy and encode its weights, and offer them to the partner.
@@ -576,7 +536,8 @@ class Exchange:
                 return "no_trainer"
             with trio.move_on_after(self._copy_seconds):
                 await swap.copied.wait()
-            if swap.ended is not None:  # a suspended stage of a crew refuses to copy
+            # `ended` before the copy: the trainer refused to copy, as a suspended stage does.
+            if swap.ended is not None:
                 return "local"
             if (snapshot := swap.snapshot) is None:
                 return "snapshot"
@@ -585,12 +546,14 @@ class Exchange:
                 return "snapshot"
             until = self._offered_until(swap, payload.source.size)
             offer = self._store.offer(payload, until, [swap.peer])
-            swap.copy = Copy(offer, snapshot.blocks, snapshot.outer_step, trio.current_time())
+            swap.copy = OfferedPayload(
+                offer, snapshot.blocks, snapshot.outer_step, trio.current_time()
+            )
         self._copies[swap.fragment] = swap.copy
         swap.offered.set()
         return ""
 
-    def _reused_copy(self, swap: SwapState) -> Copy | None:
+    def _reused_copy(self, swap: SwapState) -> OfferedPayload | None:
         """Offer the last copy of the fragment to this partner too, if the copy is recent and has
         the same blocks. Return None otherwise."""
         copy = self._copies.get(swap.fragment)
@@ -606,7 +569,7 @@ class Exchange:
 
     def _offered_until(self, swap: SwapState, size: int) -> float:
         """Return the end of the offer of a copy: the partner may still have to copy, then fetch."""
-        fetched = max(self._lease(swap) + LINGER_SECONDS, offer_seconds(size))
+        fetched = max(self._transfer_seconds(swap) + LINGER_SECONDS, offer_seconds(size))
         return trio.current_time() + self._copy_seconds + fetched
 
     async def _await_payload(self, swap: SwapState) -> str:
@@ -640,7 +603,7 @@ class Exchange:
         swap.phase, swap.path, offer = "fetching", self._store.new_path(), swap.partner_offer
         remote = RemotePayload(swap.peer, offer.transfer, offer.root, offer.size)
         limit = self._replica.limits[swap.fragment]
-        deadline = trio.current_time() + self._lease(swap)
+        deadline = trio.current_time() + self._transfer_seconds(swap)
         try:
             await self._store.fetch(remote, swap.path, limit, deadline)
         except BadMessage as bad:
@@ -655,8 +618,8 @@ class Exchange:
             return "local"
         return ""
 
-    async def _commit(self, swap: SwapState) -> str:
-        """Have the trainer check the partner's weights with its gate, and commit the mean."""
+    async def _apply_payload(self, swap: SwapState) -> str:
+        """Have the trainer check the partner's weights with its gate, and commit θ̄."""
         assert swap.partner_offer is not None
         swap.phase = "judging"
         apply = local.ApplyPayload(
@@ -697,7 +660,9 @@ class Exchange:
             outcomes["failed"] += 1
             self.statistics.failures[cause] += 1
             if swap.ended is None:
-                self._send_to_trainer(local.DropExchange(swap.id))
+                self._send_to_trainer(local.DropSwap(swap.id))
+            # Another swap may reuse the payload for this time. If this node's gate refused, the
+            # partner may still apply the payload, so the offer stays.
             if swap.copy is not None and cause != "gate":
                 self._store.shorten(swap.copy.offer, now + COPY_REUSE_SECONDS)
             held = max(now - swap.began, self._short_seconds)
@@ -716,7 +681,7 @@ class Exchange:
             self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
             partner = self._partner(swap.peer)
             partner.applied += 1
-            # The weights of a partner that is far behind were not checked, so they clear nothing.
+            # Do not clear the backoff: the gate has not checked a lagging partner's weights.
             if swap.ended is not None and swap.ended.outcome != "lagging":
                 partner.backoff.succeed(swap.began)
                 self._network.accepted(swap.peer)
@@ -726,7 +691,7 @@ class Exchange:
     def _report_false_data(self, peer: str, reason: str) -> None:
         """Lower the reputation and lengthen the backoff of a peer that provably sent false data."""
         self._network.rejected(peer, reason, PROOF)
-        self._fail(peer, LIE_SECONDS)
+        self._fail(peer, FALSE_DATA_SECONDS)
 
     def _fail(self, peer: str, seconds: float) -> None:
         self._partner(peer).backoff.fail(trio.current_time(), seconds)
@@ -763,7 +728,7 @@ class Exchange:
         elif snapshot.path:
             self._store.discard(Path(snapshot.path))
 
-    def exchange_ended(self, ended: local.ExchangeEnded) -> None:
+    def swap_ended(self, ended: local.SwapEnded) -> None:
         """Take the trainer's result of a swap."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
         self.statistics.judged[outcome] += 1
@@ -824,8 +789,50 @@ class Exchange:
         that is longer."""
         return max(self._interval, self._copy_seconds)
 
-    def _lease(self, swap: SwapState) -> float:
+    def _transfer_seconds(self, swap: SwapState) -> float:
         """Return the time limit of a transfer, seconds. Payloads travel both ways at once, hence
         the factor 2."""
         size, bulk = self._replica.limits[swap.fragment], self._network.bulk
         return 2 * min(bulk.deadline(swap.peer, size), SLOWER * bulk.deadline("", size))
+
+
+# ---- memory of partners --------------------------------------------------------------------------
+
+
+class PeerBackoff:
+    """Backoff state of one peer, which is neither asked nor accepted before `until`.
+
+    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. The success of a swap that
+    began after the last failure clears it.
+    """
+
+    def __init__(self) -> None:
+        self.until = -math.inf
+        self._failures = 0
+        self._failed_at = -math.inf
+
+    def fail(self, now: float, seconds: float) -> None:
+        """Count a failure. The first one costs `seconds`."""
+        wait = min(seconds * 2.0 ** min(self._failures, 32), LONGEST_BACKOFF_SECONDS)
+        self.until = max(self.until, now + wait)
+        self._failures += 1
+        self._failed_at = now
+
+    def succeed(self, began: float) -> None:
+        """Count a success of a swap that began at `began`."""
+        if began >= self._failed_at:
+            self.until, self._failures = -math.inf, 0
+
+
+@dataclass
+class Partner:
+    """State that is remembered of one peer. Times are trio's."""
+
+    backoff: PeerBackoff = field(default_factory=PeerBackoff)
+    swapped_at: float = -math.inf
+    """Time at which the last swap with it began."""
+    busy_until: float = -math.inf
+    """End of the wait that its last `busy` requested. Until then it is asked after the other
+    candidates."""
+    applied: int = 0
+    """Number of applied swaps."""

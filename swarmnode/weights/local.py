@@ -6,8 +6,8 @@ replica that both need. Tensors travel as files in the data directory. No torch.
                  copy, encode, write             ◀─ TakeSnapshot    a peer and this node agreed
     SnapshotWritten                              ─▶ offer the file, fetch the partner's
                  gate, probe, commit             ◀─ ApplyPayload    the partner's file is verified
-    ExchangeEnded: committed, or refused and why ─▶ end the swap
-                 forget the swap                 ◀─ DropExchange    the swap has failed
+    SwapEnded: committed, or refused and why     ─▶ end the swap
+                 forget the swap                 ◀─ DropSwap        the swap has failed
                  outer step without a partner    ◀─ SoloStep
 
                  write φ                         ◀─ WriteState      a neighbour requests φ
@@ -75,7 +75,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
         return fragments.cut(self.layout, self.fragments)
 
     def blocks(self) -> bytes:
-        """Return the blocks of this replica, packed."""
+        """Return the blocks of this replica, as a bitmask (`fragments.pack`)."""
         return fragments.blocks_of(spec.name for spec in self.layout)
 
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
@@ -105,12 +105,13 @@ class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     outer_step: int
     """Outer steps that this fragment has taken."""
     step: int
-    """Training steps that this node has taken. The network process measures their pace by it."""
+    """Training steps (inner steps) that this node has taken. The network process measures their
+    pace by it."""
     step_seconds: float
     """Duration of the last training step, for the time limits of a swap until the pace is
     measured."""
     blocks: bytes = b""
-    """The due blocks of the fragment, packed; empty for all of them."""
+    """The due blocks of the fragment, as a bitmask (`fragments.pack`); empty for all of them."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
@@ -124,10 +125,10 @@ class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
     outer_step: int
     """Outer steps that the fragment had taken when it was copied."""
     blocks: bytes = b""
-    """Blocks of the fragment in the copy, packed."""
+    """Blocks of the fragment in the copy, as a bitmask (`fragments.pack`)."""
 
 
-class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
+class SwapEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     """The trainer's part of a swap is over."""
 
     session: bytes
@@ -137,12 +138,13 @@ class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     outcome: str
     """One of OUTCOMES."""
     committed: bool
-    """True if the outer step used the partner's weights."""
+    """True if an outer step was taken: with the average, or with this node's weights alone if the
+    outcome is `lagging` or `probation`."""
     outer_step: int
     """Outer steps of the fragment after the swap."""
 
 
-class ExchangeReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
+class SwapReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
     """A swap with `peer` was reverted because held-out reward fell after it."""
 
     peer: str
@@ -176,11 +178,11 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
     session: bytes
     fragment: int
     blocks: bytes
-    """Blocks that both the partner and this node hold, of any fragment, packed."""
+    """Blocks that both nodes hold, of any fragment, as a bitmask (`fragments.pack`)."""
 
 
 class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
-    """Check a partner's weights with the gate, and commit the mean if they pass."""
+    """Check a partner's weights with the gate, and commit θ̄ if they pass."""
 
     session: bytes
     fragment: int
@@ -192,7 +194,7 @@ class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
     """As in `TakeSnapshot`, which is not sent if a recent copy is reused."""
 
 
-class DropExchange(msgspec.Struct, frozen=True, tag="weights_drop"):
+class DropSwap(msgspec.Struct, frozen=True, tag="weights_drop"):
     """Forget a swap: it has failed."""
 
     session: bytes
@@ -221,9 +223,9 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
 
 
 FromTrainer = (
-    OuterStepDue | SnapshotWritten | ExchangeEnded | ExchangeReverted | StateWritten | StateAdopted
+    OuterStepDue | SnapshotWritten | SwapEnded | SwapReverted | StateWritten | StateAdopted
 )
-ToTrainer = TakeSnapshot | ApplyPayload | DropExchange | SoloStep | WriteState | AdoptState
+ToTrainer = TakeSnapshot | ApplyPayload | DropSwap | SoloStep | WriteState | AdoptState
 
 SendToTrainer = Callable[[ToTrainer], bool]
 """Returns False if no trainer is connected."""
@@ -290,7 +292,7 @@ class LocalReplica:
         self.state_fingerprint = b""
         """32 bytes that are equal on two nodes that may average and hold the same blocks."""
         self.blocks = b""
-        """Blocks of this replica, packed."""
+        """Blocks of this replica, as a bitmask (`fragments.pack`)."""
         self.limits: list[int] = []
         """Longest payload of each fragment, bytes."""
         self.outer_steps: list[int] = []
@@ -323,5 +325,5 @@ class LocalReplica:
         return 0 <= fragment < len(self.limits)
 
     def within(self, blocks: bytes, fragment: int) -> bytes:
-        """Return the subset of `blocks` that is in `fragment`, packed."""
+        """Return the subset of `blocks` that is in `fragment`, as a bitmask."""
         return fragments.within(blocks, fragment, len(self.limits)) if self.has(fragment) else b""

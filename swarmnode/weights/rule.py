@@ -1,7 +1,7 @@
 """The outer rule: its parameters and their stable range, the weight of a lagging partner, and the
 outer step counter. No torch.
 
-    δ ← α δ + β (θ̄ − φ) ;  φ ← φ + δ ;  θ ← φ          θ̄: mean of this node's θ and its partner's
+    θ̄ = θ_i + w (θ_j − θ_i) ;  δ ← α δ + β (θ̄ − φ) ;  φ ← φ + δ ;  θ ← φ
 
 This is NoLoCo (arXiv 2506.10911, equations 1 to 3) with γ = β, in which case the slow weights φ of
 the partner cancel and only θ has to travel. `gossip` is the same rule with α = 0 and β = 1.

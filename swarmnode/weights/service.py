@@ -1,7 +1,7 @@
 """Averaging in the network process: creates its parts and connects them with the trainer.
 
 Discovery      peers that average the same policy
-Exchange       swaps: requests them and answers requests
+SwapService    swaps: requests them and answers requests
 PayloadStore   files of weights, this node's and peers'
 StateSeeker    fetches a neighbour's state for a new node
 StateServer    serves this node's state to new neighbours
@@ -20,7 +20,7 @@ from swarmnode.config import WeightsConfig
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.exchange import Exchange
+from swarmnode.weights.exchange import SwapService
 from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.payload_store import PayloadStore
 from swarmnode.weights.state import CatchUpStatistics, StateSeeker, StateServer
@@ -88,7 +88,7 @@ class WeightService:
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
         self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time)
-        self._exchange = Exchange(
+        self._swaps = SwapService(
             network,
             self._replica,
             self._discovery,
@@ -115,7 +115,7 @@ class WeightService:
             await trio.sleep_forever()
         await trio.to_thread.run_sync(self._store.clean)
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._exchange.run)
+            await nursery.start(self._swaps.run)
             self._state_server.start()
             nursery.start_soon(self._store.run)
             nursery.start_soon(self._discovery.run)
@@ -123,7 +123,7 @@ class WeightService:
             task_status.started()
 
     def statistics(self) -> WeightsStatistics:
-        counts, (phase, partner) = self._exchange.statistics, self._exchange.phase
+        counts, (phase, partner) = self._swaps.statistics, self._swaps.phase
         return WeightsStatistics(
             enabled=self._enabled,
             phase=phase,
@@ -135,7 +135,7 @@ class WeightService:
             exchange_seconds=counts.seconds,
             received_bytes=counts.received_bytes,
             catch_up=self._seeker.statistics(self._state_server.served),
-            pairs=self._exchange.pairs(),
+            pairs=self._swaps.pairs(),
         )
 
     # ---- for the trainer -------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class WeightService:
             self._replica.stop()
             return
         self._replica.start(facts, self._swarm, base, tokenizer)
-        self._exchange.trainer_left()
+        self._swaps.trainer_left()
         self._discovery.forget()
         self._state_server.trainer_started()
         self._seeker.trainer_started()
@@ -157,7 +157,7 @@ class WeightService:
         """End all swaps: the trainer has disconnected. No swap begins until the next one is ready,
         which may load for minutes."""
         self._has_trainer = False
-        self._exchange.trainer_left()
+        self._swaps.trainer_left()
 
     def receive(self, message: local.FromTrainer) -> None:
         """Handle a message of the trainer."""
@@ -166,16 +166,16 @@ class WeightService:
         match message:
             case local.OuterStepDue():
                 self._replica.outer_steps[message.fragment] = message.outer_step
-                self._exchange.outer_step_due(message)
+                self._swaps.outer_step_due(message)
             case local.SnapshotWritten():
-                self._exchange.snapshot_written(message)
-            case local.ExchangeEnded():
+                self._swaps.snapshot_written(message)
+            case local.SwapEnded():
                 self._replica.outer_steps[message.fragment] = message.outer_step
-                self._exchange.exchange_ended(message)
-            case local.ExchangeReverted(peer):
-                self._exchange.reverted(peer)
+                self._swaps.swap_ended(message)
+            case local.SwapReverted(peer):
+                self._swaps.reverted(peer)
             case local.StateWritten():
-                self._exchange.start(self._state_server.written, message)
+                self._swaps.start(self._state_server.written, message)
             case local.StateAdopted():
                 self._replica.outer_steps = list(message.outer_steps)
                 self._seeker.adopted(message)

@@ -13,7 +13,7 @@ from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.p2p import exchange, manifests, sessions, summaries
 from swarmnode.p2p.bulk.service import MANIFEST_TIMEOUT_SECONDS
 from swarmnode.rollouts import admission
-from swarmnode.rollouts.exchange import ANSWER_SECONDS, LONGEST_SECONDS
+from swarmnode.rollouts.exchange import ANSWER_SECONDS, fetch_deadline
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
 from swarmnode.stages.wire import FENCE_REASONS, MAX_MEMBERS, STATE_REASONS
@@ -199,7 +199,7 @@ def test_caps_match_the_registry():
 def test_timeouts_match_the_registry():
     assert REGISTRY["timeouts"] == {
         "listing": ANSWER_SECONDS,
-        "groups": LONGEST_SECONDS,
+        "groups": fetch_deadline(limits.GROUP_BYTES),
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,

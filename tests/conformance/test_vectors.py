@@ -26,7 +26,7 @@ from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
-from swarmnode.rollouts.admission import Admission, Rejected, _ends_alike
+from swarmnode.rollouts.admission import Admission, Refusal, _ends_alike
 from swarmnode.rollouts.puller import PROVEN, contradiction
 from swarmnode.rollouts.shelf import Shelf
 from swarmnode.stages import wire
@@ -353,9 +353,9 @@ def test_admission_matches_the_vectors(about, vector, monkeypatch):
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
     )
     for earlier in given["after"]:
-        assert not isinstance(admission.check(joined(earlier), given["now"]), Rejected)
+        assert not isinstance(admission.check(joined(earlier), given["now"]), Refusal)
     got = admission.check(frame_of(vector), given["now"])
-    outcome = (got.verdict.value, got.reason) if isinstance(got, Rejected) else ("accept", None)
+    outcome = (got.verdict.value, got.reason) if isinstance(got, Refusal) else ("accept", None)
     assert outcome == (vector["verdict"], vector.get("reason"))
 
 

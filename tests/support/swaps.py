@@ -1,4 +1,4 @@
-"""Nodes that average in memory on trio's autojump clock. They use the product's Exchange and
+"""Nodes that average in memory on trio's autojump clock. They use the product's SwapService and
 Discovery over a network without bytes and with a trainer without weights.
 
     async with swarm({"a": Party, "b": Party}) as parties:
@@ -26,7 +26,7 @@ from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.weights import exchange as product
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.exchange import FAILURES, OUTCOMES, Exchange
+from swarmnode.weights.exchange import FAILURES, OUTCOMES, SwapService
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import (
@@ -153,7 +153,7 @@ class Party:
         )
         store: Any = self.store
         self.discovery = Discovery(network, self.replica, SWARM, trio.current_time)
-        self.exchange = Exchange(
+        self.exchange = SwapService(
             network,
             self.replica,
             self.discovery,
@@ -229,8 +229,8 @@ class Party:
         committed = outcome in ("accepted", "clipped", "lagging", "probation")
         self.replica.outer_steps[message.fragment] += committed
         self.applied[message.peer] += committed
-        self.exchange.exchange_ended(
-            local.ExchangeEnded(
+        self.exchange.swap_ended(
+            local.SwapEnded(
                 message.session, message.fragment, message.peer, outcome, committed, self.outer_step
             )
         )
@@ -383,9 +383,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.flat:
-        product.Exchange._peer_wait = (  # type: ignore[method-assign]
+        product.SwapService._peer_rest_seconds = (  # type: ignore[method-assign]
             lambda self, peer, now: (
-                self._known(peer).swapped_at + product.PEER_SHARE * self._gap - now
+                self._known(peer).swapped_at + product.PEER_GAPS * self._gap - now
             )
         )
     cases: list[tuple[str, dict[str, Any]]] = [

@@ -89,15 +89,15 @@ async def test_swap_uses_the_trainer_socket_five_times(tmp_path):
         ]
         assert sorted(crossed[0]) == [
             "ApplyPayload",
-            "ExchangeEnded",
             "OuterStepDue",
             "SnapshotWritten",
+            "SwapEnded",
             "TakeSnapshot",
         ]
         assert sorted(crossed[1]) == [
             "ApplyPayload",
-            "ExchangeEnded",
             "SnapshotWritten",
+            "SwapEnded",
             "TakeSnapshot",
         ]
 

@@ -139,7 +139,7 @@ async def test_false_payload_suspends_its_sender(tmp_path):
 
 
 async def test_hostile_peer_stops_being_a_candidate(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "LIE_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "FALSE_DATA_SECONDS", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(1, 7):
             # Otherwise it would fall far behind and be ignored for that reason.
@@ -161,7 +161,7 @@ async def test_vanishing_proposer_backs_off_longer_each_time(tmp_path, monkeypat
             failed = lambda times=times: sum(victim.service.statistics().failures.values()) == times
             await until(failed)
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
-            backoff = victim.service._exchange._known(peer).backoff
+            backoff = victim.service._swaps._known(peer).backoff
             waits.append(backoff.until - trio.current_time())
             await trio.sleep(waits[-1] + 0.1)
         assert waits[1] > 1.2 * waits[0]
@@ -175,7 +175,7 @@ async def test_flood_of_proposals_gets_one_swap(tmp_path):
         await until(lambda: victim.service.statistics().phase == "idle")
         copied, dropped = (
             [m for m in victim.to_trainer if isinstance(m, kind)]
-            for kind in (local.TakeSnapshot, local.DropExchange)
+            for kind in (local.TakeSnapshot, local.DropSwap)
         )
         assert [m.session for m in copied] == [m.session for m in dropped]
         assert len(copied) == 1

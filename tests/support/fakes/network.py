@@ -110,7 +110,7 @@ class MemoryNetwork(PeerScores):
     def last_received(self, peer: str) -> float | None:
         return self.requests.last_received.get(peer) if peer in self.connected() else None
 
-    def group(self, peer: str) -> str | None:
+    def origin(self, peer: str) -> str | None:
         return None
 
 

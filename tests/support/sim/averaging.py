@@ -91,7 +91,7 @@ class Averaging:
     def receive(self, message: local.ToTrainer) -> bool:
         """Accept a message of the network process. As on the link, it is handled later."""
         match message:
-            case local.DropExchange(session):
+            case local.DropSwap(session):
                 self._dropped.add(session)
                 return True
             case local.ApplyPayload():
@@ -152,9 +152,7 @@ class Averaging:
             self._set_skill([(a + b) / 2 for a, b in zip(self._skill(), theirs, strict=True)])
             self._stepped("exchanged")
         self._send(
-            local.ExchangeEnded(
-                message.session, 0, message.peer, outcome, committed, self.outer_step
-            )
+            local.SwapEnded(message.session, 0, message.peer, outcome, committed, self.outer_step)
         )
 
     def _adopt(self, peer: str, path: Path, outer_step: int) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 from unittest import mock
 
 from swarmnode.rollouts import admission, exchange
-from swarmnode.weights.exchange import Exchange
+from swarmnode.weights.exchange import SwapService
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),
     "deadline": (exchange, "fetch_deadline", mock.Mock(return_value=math.inf)),
-    "commit": (Exchange, "exchange_ended", mock.Mock()),
+    "commit": (SwapService, "swap_ended", mock.Mock()),
 }
 
 

@@ -261,8 +261,8 @@ class SimNetwork(PeerScores):
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)
 
-    def group(self, peer: str) -> str | None:
-        return self.connections.group(peer)
+    def origin(self, peer: str) -> str | None:
+        return self.connections.origin(peer)
 
     # -- wire
 

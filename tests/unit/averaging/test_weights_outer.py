@@ -72,9 +72,9 @@ def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
             ours = [host_copy(one[k]) for k in (i, j)]
             for k in (i, j):
                 outer_step(states_one[k], average(ours))
-                states_one[k].commit(one[k], host_copy(one[k]))
+                states_one[k].merge_parameters(one[k], host_copy(one[k]))
                 outer_step_of_two_tensors(states_two[k], average(thetas), average(phis))
-                states_two[k].commit(two[k], host_copy(two[k]))
+                states_two[k].merge_parameters(two[k], host_copy(two[k]))
     for a, b in zip(one, two, strict=True):
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
@@ -159,7 +159,7 @@ def test_unshared_tensor_keeps_its_momentum():
     mine = replica(1)
     state = OuterState(mine, make_rule())
     outer_step(state, blend(host_copy(mine), replica(2)))
-    state.commit(mine, host_copy(mine))
+    state.merge_parameters(mine, host_copy(mine))
     momentum, phi = state.delta["b.weight"], dict(state.phi)
     assert bool(momentum.any())
     inner_steps(mine, torch.Generator().manual_seed(0))
@@ -172,7 +172,7 @@ def test_unshared_tensor_keeps_its_momentum():
         phi["a.weight"] - replica(1)["a.weight"]
     )
     torch.testing.assert_close(state.delta["a.weight"], expected, rtol=0, atol=1e-5)
-    state.commit(mine, theta)
+    state.merge_parameters(mine, theta)
     assert torch.equal(mine["b.weight"], theta["b.weight"])
     assert torch.equal(mine["a.weight"], state.phi["a.weight"])
 
@@ -182,7 +182,7 @@ def test_gossip_is_exactly_the_mean():
     state = OuterState(mine, make_rule("gossip"))
     mean = blend(mine, theirs)
     outer_step(state, mean)
-    state.commit(mine, host_copy(mine))
+    state.merge_parameters(mine, host_copy(mine))
     for n in mine:
         assert torch.equal(mine[n], mean[n])
 
@@ -193,7 +193,7 @@ def test_off_leaves_the_weights_as_they_are():
     inner_steps(mine, torch.Generator().manual_seed(0))
     before = host_copy(mine)
     outer_step(state, before)
-    state.commit(mine, before)
+    state.merge_parameters(mine, before)
     assert all(torch.equal(mine[n], before[n]) for n in mine)
 
 
@@ -212,7 +212,7 @@ def test_diloco_of_equal_replicas_is_heavy_ball():
             phi[n] = phi[n] + delta[n]
         for s, r in zip(states, replicas, strict=True):
             outer_step(s, mean)
-            s.commit(r, host_copy(r))
+            s.merge_parameters(r, host_copy(r))
     for r in replicas:
         for n in r:
             torch.testing.assert_close(r[n], phi[n], rtol=0, atol=1e-5)
@@ -227,7 +227,7 @@ def test_steps_taken_while_the_bytes_travelled_are_kept():
     for n, p in mine.items():
         p.add_(moved[n])
     outer_step(state, blend(snapshot, replica(2)))
-    state.commit(mine, snapshot)
+    state.merge_parameters(mine, snapshot)
     torch.testing.assert_close(mine["a.weight"][:10], state.phi["a.weight"][:10] + 0.25)
     # bit by bit where nothing moved
     assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])
@@ -241,7 +241,7 @@ def test_unmoved_weights_become_phi():
     mean = {"a": 1e-3 * torch.randn(50)}
     assert not torch.equal(snapshot["a"] + (mean["a"] - snapshot["a"]), mean["a"])  # which is why
     outer_step(state, mean)
-    state.commit(mine, snapshot)
+    state.merge_parameters(mine, snapshot)
     assert torch.equal(mine["a"], mean["a"])
 
 
@@ -252,7 +252,7 @@ def test_outer_step_repairs_a_nan():
     mine["a.weight"][3] = math.nan
     mine["b.weight"][0, 0] = math.inf
     outer_step(state, snapshot)
-    state.commit(mine, snapshot)
+    state.merge_parameters(mine, snapshot)
     assert all(bool(torch.isfinite(p).all()) for p in mine.values())
     assert mine["a.weight"][3] == state.phi["a.weight"][3]
 
@@ -298,7 +298,7 @@ def test_momentum_norm_is_current():
         inner_steps(mine, torch.Generator().manual_seed(0))
         snapshot = host_copy(mine, piece)
         outer_step(state, blend(snapshot, replica(2)))
-        state.commit(mine, snapshot)
+        state.merge_parameters(mine, snapshot)
         assert is_right()
     saved = state.tensors()
     state.revert(mine)
@@ -316,7 +316,7 @@ def test_one_fragment_is_stepped_and_the_other_left_alone():
     before, phi_b = host_copy(mine), state.phi["b.weight"]
     piece = host_copy(mine, ["a.weight"])
     outer_step(state, piece)
-    state.commit(mine, piece)
+    state.merge_parameters(mine, piece)
     assert torch.equal(mine["b.weight"], before["b.weight"])
     assert state.phi["b.weight"] is phi_b
     assert not torch.equal(mine["a.weight"], before["a.weight"])
@@ -328,7 +328,7 @@ def test_a_revert_brings_everything_back_once():
     inner_steps(mine, torch.Generator().manual_seed(0))
     weights, outer = host_copy(mine), {n: t.clone() for n, t in state.tensors().items()}
     outer_step(state, blend(weights, replica(2)))
-    state.commit(mine, weights)
+    state.merge_parameters(mine, weights)
     assert state.revert(mine)
     assert all(torch.equal(mine[n], weights[n]) for n in mine)
     assert all(torch.equal(t, outer[n]) for n, t in state.tensors().items())
@@ -343,7 +343,7 @@ def test_bfloat16_weights_have_float32_slow_weights():
     start = host_copy(mine)
     for _ in range(40):  # each step is far below what bfloat16 can show; their sum is not
         outer_step(state, {"a": state.phi["a"] + 1e-4 * start["a"].sign()})
-        state.commit(mine, host_copy(mine))
+        state.merge_parameters(mine, host_copy(mine))
     assert mine["a"].dtype == torch.bfloat16
     assert bool(((state.phi["a"] - start["a"]).abs() > 2e-3).all())
 

@@ -129,8 +129,8 @@ def test_mostly_ignored_groups_of_peers_are_reported(reason: str) -> None:
     assert found.startswith("most groups from peers are ignored, 50 of 59")
 
 
-def test_duplicates_and_a_full_pool_are_not_reported() -> None:
+def test_duplicates_and_groups_beyond_a_share_are_not_reported() -> None:
     s = example()
-    ignored = {"duplicate": 5000, "rate": 500, "busy": 100, "pool_full": 900}
+    ignored = {"duplicate": 5000, "rate": 500, "busy": 100, "not_pooled": 900}
     admission = replace(s.rollouts.admission, admitted=9, ignored=ignored)
     assert troubles(replace(s, rollouts=replace(s.rollouts, admission=admission))) == []

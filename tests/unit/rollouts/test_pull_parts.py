@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from swarmnode.rollouts import puller, shelf
-from swarmnode.rollouts.puller import Claims, Offers, Puller, PullTimer
+from swarmnode.rollouts.puller import ListingTrust, Offers, Puller, PullTimer
 from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
@@ -169,7 +169,7 @@ def test_peer_without_groups_has_a_quarter_allowance():
 
 
 def test_faults_cost_belief_and_true_listings_restore_it():
-    believed = Claims()
+    believed = ListingTrust()
     assert believed.belief("new") == puller.NEW_HOLDER_BELIEF
     for _ in range(puller.PROVING_GROUPS):
         believed.confirm("good")
@@ -186,7 +186,7 @@ def test_faults_cost_belief_and_true_listings_restore_it():
 
 
 def test_holders_that_are_remembered_are_bounded():
-    believed = Claims()
+    believed = ListingTrust()
     for number in range(2 * puller.MOST_HOLDERS):
         believed.fault(str(number), "absent")
     assert believed.statistics().holders == puller.MOST_HOLDERS
@@ -451,7 +451,7 @@ def pulled_among_liars(share, lie, seed, steps=100):
     """(share of hostile groups among those asked for, share of batches of six that honest ones
     filled), in the second half of `steps`, with 16 neighbours. A liar lists as much as can be
     listed, of the highest spread, by authors that nobody has met."""
-    rng, believed, positions, number = random.Random(seed), Claims(), {}, 0
+    rng, believed, positions, number = random.Random(seed), ListingTrust(), {}, 0
     heard_ = Offers(b"o" * 32, lambda key: key.hex())
     liars = {f"h{n}" for n in range(round(16 * share))}
     hostile, honest, asked = 0, [], 0

@@ -8,7 +8,7 @@ import pytest
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import Admission, Refusal
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks.frames import Scored
@@ -36,7 +36,7 @@ def frame(sequence=0, author=AUTHOR, created=NOW, **kwargs):
 
 
 def reason(result):
-    assert isinstance(result, Rejected), result
+    assert isinstance(result, Refusal), result
     return result.reason
 
 

@@ -48,11 +48,11 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
 
 async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, monkeypatch):
     reader = swarm.exchanges[0]
-    monkeypatch.setattr(reader._network, "group", lambda peer: "192.0.2.0/24")
+    monkeypatch.setattr(reader._network, "origin", lambda peer: "192.0.2.0/24")
     for number in (1, 2):
         assert swarm.exchanges[number].publish(swarm.authors[number].own_group(0)) == "published"
     await settle()
-    entries = [entry for mine in reader.pool._peers.values() for entry in mine.values()]
+    entries = [entry for mine in reader.pool._authors.values() for entry in mine.values()]
     assert len({entry.group.peer for entry in entries}) == 2
     assert {entry.source for entry in entries} == {"192.0.2.0/24"}
     assert all(entry.is_direct for entry in entries)
@@ -273,10 +273,10 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     for _ in range(100):
         exchange.authors.judged(Judged(peer, "spot_check"))
     assert exchange.authors.trust(peer) == 0.25, "and the network still listens"
-    assert exchange.authors.belief(peer) == 1 / 16
+    assert exchange.authors.participation(peer) == 1 / 16
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))
-    assert exchange.authors.trust(peer) == exchange.authors.belief(peer) == 1.0, (
+    assert exchange.authors.trust(peer) == exchange.authors.participation(peer) == 1.0, (
         "whoever is trained on again is trusted again"
     )
 
@@ -288,7 +288,7 @@ async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     assert exchange.authors.trust(liar) == 1.0
     exchange.authors.judged(Judged(liar, "forged_ids"))
     assert exchange.authors.trust(liar) < 0.25
-    assert exchange.authors.belief(liar) == 0.5
+    assert exchange.authors.participation(liar) == 0.5
     assert +Counter(exchange.statistics().judged) == {"used": 16, "forged_ids": 1}
 
 

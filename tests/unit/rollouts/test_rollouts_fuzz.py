@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Rejected
+from swarmnode.rollouts.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Refusal
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.wire import codec
 
@@ -81,7 +81,7 @@ def run(checks, frames):
     settled = 0
     frames = iter(frames)
     for number, frame in enumerate(frames):
-        assert isinstance(checks.check(frame, NOW), Rejected | Candidate)
+        assert isinstance(checks.check(frame, NOW), Refusal | Candidate)
         if number == 5000:
             settled = psutil.Process().memory_info().rss
     stats = checks.statistics()

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.admission import VERSION_MEMORY_SECONDS, WINDOW, Frames, Signer, Signers
+from swarmnode.rollouts.admission import (
+    VERSION_MEMORY_SECONDS,
+    WINDOW,
+    SeenEnvelopes,
+    Signer,
+    Signers,
+)
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS, GROUP_AGE_SECONDS
 
 MODEL = b"m" * 32
@@ -112,7 +118,7 @@ def test_others_push_out_no_author_of_a_candidate(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 3)
     signers = Signers()
     signers.add(b"a", one := signer())
-    signers.prove(b"a", one)
+    signers.mark_candidate(b"a", one)
     for number in range(100):
         signers.add(bytes([number]) * 32, signer())
     assert signers.find(b"a") is one
@@ -120,16 +126,20 @@ def test_others_push_out_no_author_of_a_candidate(monkeypatch):
 
 
 def test_frames_are_bounded_and_candidates_expire():
-    frames, rng, longest = Frames(100), random.Random(0), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
+    frames, rng, longest = (
+        SeenEnvelopes(100),
+        random.Random(0),
+        GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS,
+    )
     frames.add(b"first")
-    frames.prove(b"first", 0.0)
+    frames.mark_candidate(b"first", 0.0)
     for _ in range(1000):
         frames.add(rng.randbytes(4))
     assert len(frames) == 101
     assert b"first" in frames
-    frames.prove(b"second", longest)
+    frames.mark_candidate(b"second", longest)
     assert b"first" in frames
-    frames.prove(b"third", longest + 1)
+    frames.mark_candidate(b"third", longest + 1)
     assert b"first" not in frames
     assert frames.is_forgotten(int(1000 * CLOCK_SKEW_SECONDS))
     assert not frames.is_forgotten(int(1000 * CLOCK_SKEW_SECONDS) + 1)
@@ -137,8 +147,8 @@ def test_frames_are_bounded_and_candidates_expire():
 
 def test_a_clock_that_stepped_back_makes_nothing_too_old(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 2)
-    frames, tomorrow = Frames(100), 86_400.0
-    frames.prove(b"first", tomorrow)
+    frames, tomorrow = SeenEnvelopes(100), 86_400.0
+    frames.mark_candidate(b"first", tomorrow)
     for number in range(10):
-        frames.prove(bytes([number]), float(number))
+        frames.mark_candidate(bytes([number]), float(number))
     assert not frames.is_forgotten(int(1000 * (10.0 + CLOCK_SKEW_SECONDS)))

@@ -4,55 +4,56 @@ on."""
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust, Pool
+from swarmnode.rollouts.authors import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, AuthorTrust
+from swarmnode.rollouts.pool import Pool
 from tests.support.groups import external_group
 
 
 def test_belief_falls_to_a_floor_and_recovers():
-    trust = PeerTrust()
+    trust = AuthorTrust()
     seen = []
     for _ in range(REFUSED_AT_MOST + 3):
-        seen.append(trust.belief("p"))
+        seen.append(trust.participation("p"))
         trust.judged("p", "surprise")
     assert seen == [1.0, 0.25, 0.0625, 0.0625, 0.0625, 0.0625, 0.0625]
     for _ in range(REFUSED_AT_MOST):
         trust.judged("p", "used")
-    assert trust.belief("p") == 1.0
+    assert trust.participation("p") == 1.0
     trust.judged("p", "surprise")
-    assert trust.belief("p") == 0.5, "one that was trained on before"
+    assert trust.participation("p") == 0.5, "one that was trained on before"
 
 
 def test_what_is_nobodys_fault_costs_nothing():
-    trust = PeerTrust()
+    trust = AuthorTrust()
     for outcome in ("untokenizable", "too_large"):
         assert outcome not in DISTRUSTED
         trust.judged("p", outcome)
-    assert trust.belief("p") == 1.0
+    assert trust.participation("p") == 1.0
 
 
 def test_alternating_lies_do_not_pay():
-    trust = PeerTrust()
+    trust = AuthorTrust()
     for _ in range(20):
         trust.judged("p", "used")
         trust.judged("p", "surprise")
-    assert trust.belief("p") <= 0.5
+    assert trust.participation("p") <= 0.5
     assert trust.of("p", 1.0) == 0.25, "always on probation"
 
 
 def test_memory_of_peers_and_swaps_is_bounded():
-    trust = PeerTrust()
+    trust = AuthorTrust()
     for number in range(2 * MAX_PEERS):
         trust.judged(f"good{number}", "used")
         trust.judged(f"bad{number}", "surprise")
     assert len(trust) == MAX_PEERS
-    assert trust.belief("bad0") == 1.0
-    assert trust.belief(f"bad{2 * MAX_PEERS - 1}") == 0.25
+    assert trust.participation("bad0") == 1.0
+    assert trust.participation(f"bad{2 * MAX_PEERS - 1}") == 0.25
 
 
 def test_distrusted_peer_takes_no_place_from_others():
     """Every peer has one group in a step before any has two; that must not be a liar's seat for
     ever."""
-    trust, rng = PeerTrust(), random.Random(1)
+    trust, rng = AuthorTrust(), random.Random(1)
     for _ in range(REFUSED_AT_MOST):
         trust.judged("liar", "surprise")
     drawn = Counter()
@@ -62,7 +63,9 @@ def test_distrusted_peer_takes_no_place_from_others():
             pool.add(external_group(peer, step * 10 + number), 0.0, 0)
         drawn.update(
             group.peer
-            for group in pool.draw(2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.belief)
+            for group in pool.draw(
+                2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.participation
+            )
         )
     assert 5 < drawn["liar"] < 60
     assert drawn["honest"] >= 400

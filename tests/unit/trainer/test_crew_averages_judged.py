@@ -122,10 +122,10 @@ async def test_stages_receive_the_verdict_before_a_commit(tmp_path, model, monke
         for step in range(2, 40):
             await update(step)
             await trio.sleep(0.05)
-            if all(said(node, local.ExchangeEnded) for node in network.nodes):
+            if all(said(node, local.SwapEnded) for node in network.nodes):
                 break
-        ended = local.ExchangeEnded(b"s" * 16, 0, "peer", "accepted", True, 1)
-        assert [said(node, local.ExchangeEnded) for node in network.nodes] == [[ended]] * 2
+        ended = local.SwapEnded(b"s" * 16, 0, "peer", "accepted", True, 1)
+        assert [said(node, local.SwapEnded) for node in network.nodes] == [[ended]] * 2
         assert sorted(stage for stage, _ in verdicts) == [0, 1]
         assert all(
             found.before == pytest.approx(found.after, abs=0.002) and found.before > 0.1
@@ -135,7 +135,7 @@ async def test_stages_receive_the_verdict_before_a_commit(tmp_path, model, monke
 
 async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
-    ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
+    ended = lambda node: [m for m in node.averaging if isinstance(m, local.SwapEnded)]
     async with crew(tmp_path, model) as (network, trainers, update):
         await update(0)
         head = network.nodes[0]
@@ -151,6 +151,5 @@ async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeyp
         head.link.send_to_trainer(local.WriteState())
         await until(lambda: local.StateWritten("", 0, []) in head.averaging, seconds=60)
         assert ended(head) == [
-            local.ExchangeEnded(session, 0, "", "local", False, 0)
-            for session in (b"s" * 16, b"t" * 16)
+            local.SwapEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)
         ]

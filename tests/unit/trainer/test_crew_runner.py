@@ -463,9 +463,9 @@ def test_stage_of_a_stopped_crew_starts_no_exchange():
         _averaging=averaging, _runner=SimpleNamespace(active=True, may_average=False)
     )
     away = [local.TakeSnapshot(b"s" * 16, 0, b""), local.WriteState()]
-    for message in (*away, local.DropExchange(b"s" * 16)):
+    for message in (*away, local.DropSwap(b"s" * 16)):
         CrewTrainer._receive_weights(node, message)
-    assert got == [local.DropExchange(b"s" * 16)]
+    assert got == [local.DropSwap(b"s" * 16)]
     assert refused == away
     node._runner.may_average = True
     for message in away:

@@ -113,7 +113,7 @@ def exchange(one, other, fragment, session):
         said = party.do(
             local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path, blocks)
         )
-        ended += [message.outcome for message in said if isinstance(message, local.ExchangeEnded)]
+        ended += [message.outcome for message in said if isinstance(message, local.SwapEnded)]
     return ended
 
 
@@ -285,7 +285,7 @@ def test_abandons_an_exchange_that_omits_newly_due_blocks(parties):
     settle(whole.replica.receive, whole.said)
     whole.replica.between_steps(True, 0.1, stepped=False)
     assert moved(whole, before) == set()
-    assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
+    assert whole.said[-1] == local.SwapEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
 def test_stage_averages_only_its_own_blocks(parties):
@@ -310,7 +310,7 @@ def test_stage_averages_only_its_own_blocks(parties):
     before, version = short.weights(), short.counters.policy_version
     short.counters.step = 4
     short.replica.between_steps(True, 0.1)
-    short.do(local.DropExchange(b"x" * 16))
+    short.do(local.DropSwap(b"x" * 16))
     assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
     assert (
         short.counters.outer_clocks,
@@ -392,7 +392,7 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     (everything,) = long.do(local.TakeSnapshot(b"s" * 16, 1, long.facts.blocks()))[:1]
     before = head.weights()
     said = head.do(local.ApplyPayload(b"s" * 16, 1, "peer", 0, everything.path, blocks))
-    assert [message.outcome for message in said if isinstance(message, local.ExchangeEnded)] == [
+    assert [message.outcome for message in said if isinstance(message, local.SwapEnded)] == [
         "payload"
     ]
     assert all(torch.equal(t, before[name]) for name, t in head.weights().items())

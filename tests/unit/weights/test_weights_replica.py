@@ -122,9 +122,7 @@ class Made:
         """The same until all is ready to be committed."""
         self.fetched(partner, session, fragment)
         self.between()
-        assert not any(
-            isinstance(m, local.ExchangeEnded) and m.session == session for m in self.said
-        )
+        assert not any(isinstance(m, local.SwapEnded) and m.session == session for m in self.said)
 
     def solo(self, fragment):
         self.replica.receive(local.SoloStep(fragment))
@@ -162,7 +160,7 @@ def made(tmp_path):
         each.replica.close()
 
 
-ENDED_LOCALLY = local.ExchangeEnded(SESSION, 0, "", "local", False, 0)
+ENDED_LOCALLY = local.SwapEnded(SESSION, 0, "", "local", False, 0)
 
 
 def test_killed_trainer_resumes_bit_identically(made, tmp_path):
@@ -225,7 +223,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
         a.fetched(partner)
     else:
         a.exchange(partner)
-    a.replica.receive(local.DropExchange(SESSION))
+    a.replica.receive(local.DropSwap(SESSION))
     assert not a.between()
     assert not a.between()
     assert identical(a.weights(), before)
@@ -248,8 +246,8 @@ def test_dropped_exchange_has_no_effect(made, monkeypatch):
     for session in dropped:
         a.replica.receive(local.TakeSnapshot(session, 0, BLOCKS))
         a.replica.receive(local.ApplyPayload(session, 0, "peer", 0, "nothing", BLOCKS))
-        a.replica.receive(local.DropExchange(session))
-    a.replica.receive(local.DropExchange(SESSION))
+        a.replica.receive(local.DropSwap(session))
+    a.replica.receive(local.DropSwap(SESSION))
     a.replica.receive(local.SoloStep(0))
     go_on.set()
     a.settle()
@@ -263,12 +261,12 @@ def test_dropped_exchange_has_no_effect(made, monkeypatch):
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        (Losses(1.0, 0.9), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),
+        (Losses(1.0, 0.9), local.SwapEnded(SESSION, 0, "peer", "accepted", True, 1)),
         # within the tolerance
-        (Losses(1.0, 1.05), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),
-        (Losses(1.0, 1.5), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
-        (Losses(1.0, float("inf")), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
-        (None, local.ExchangeEnded(SESSION, 0, "peer", "local", False, 0)),
+        (Losses(1.0, 1.05), local.SwapEnded(SESSION, 0, "peer", "accepted", True, 1)),
+        (Losses(1.0, 1.5), local.SwapEnded(SESSION, 0, "peer", "probe", False, 0)),
+        (Losses(1.0, float("inf")), local.SwapEnded(SESSION, 0, "peer", "probe", False, 0)),
+        (None, local.SwapEnded(SESSION, 0, "peer", "local", False, 0)),
     ],
 )
 def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
@@ -300,7 +298,7 @@ def test_verdict_on_an_ended_exchange_is_ignored(made, meanwhile):
     partner.step(seed=2)
     a.exchange(partner)
     if meanwhile == "dropped":
-        a.replica.receive(local.DropExchange(SESSION))
+        a.replica.receive(local.DropSwap(SESSION))
     else:
         a.solo(0)
     before = a.weights()
@@ -325,7 +323,7 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert a.counters.policy_version == version + 2
-    assert a.said[-1] == local.ExchangeReverted("peer")
+    assert a.said[-1] == local.SwapReverted("peer")
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
@@ -343,7 +341,7 @@ def test_reverts_an_exchange_after_a_restart(made, tmp_path, reward, kept):
     after = b.weights()
     assert b.replica.observe(reward) != kept
     assert identical(b.weights(), after if kept else before)
-    assert kept or (identical(b.phi(), slow) and b.said[-1] == local.ExchangeReverted("peer"))
+    assert kept or (identical(b.phi(), slow) and b.said[-1] == local.SwapReverted("peer"))
     b.save(tmp_path / "s")
     again = made("d")
     again.load(tmp_path / "s")
@@ -384,7 +382,7 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert identical(a.phi(), slow)
-    blamed = [message.peer for message in a.said if isinstance(message, local.ExchangeReverted)]
+    blamed = [message.peer for message in a.said if isinstance(message, local.SwapReverted)]
     assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
 
 
@@ -429,7 +427,7 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     assert not a.between()
     assert identical(a.weights(), before)
     assert ENDED_LOCALLY in [
-        msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)
+        msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.SwapEnded)
     ]
 
 

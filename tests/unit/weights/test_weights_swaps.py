@@ -18,7 +18,7 @@ from swarmnode.weights.discovery import (
     partner_order,
 )
 from swarmnode.weights.exchange import (
-    LIE_SECONDS,
+    FALSE_DATA_SECONDS,
     LONGEST_BACKOFF_SECONDS,
     PARTNERS,
     REMEMBERED_SWAPS,
@@ -291,7 +291,7 @@ async def test_failed_partner_costs_one_try(way, cause, autojump_clock):
         await settled(a)
         assert a.failures == {cause: 1}
         assert (a.outcome("failed"), a.outcome("applied"), solo_steps(a)) == (1, 0, 1)
-        assert a.to_trainer[1] == local.DropExchange(a.to_trainer[0].session)
+        assert a.to_trainer[1] == local.DropSwap(a.to_trainer[0].session)
         assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == [], "it is left alone"
         assert not a.rejected, "an honest partner can crash"
 
@@ -361,7 +361,7 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         assert a.rejected == ([("b", f"weights_{outcome}")] if lied else [])
         left = a.exchange._known("b").backoff.until - trio.current_time()
         assert (left > 0) == (cause == "gate")
-        assert (left > 0.9 * LIE_SECONDS) == lied
+        assert (left > 0.9 * FALSE_DATA_SECONDS) == lied
         assert b.applied == {"a": 1}
         assert all(offer.transfer not in a.store.ended for offer in a.store.offered) == (
             cause == "gate"
@@ -380,13 +380,13 @@ async def test_late_own_copy_blames_no_peer(autojump_clock):
 
 
 async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
-    """A suspended stage answers a request for a copy with ExchangeEnded."""
+    """A suspended stage answers a request for a copy with SwapEnded."""
     async with swarm({"a": Party, "b": hostile("well")}) as parties:
         a = parties["a"]
         a.encodes_in = 1e6
         a.exchange.answer("b", requested(a))
         await trio.sleep(0.1)
-        a.exchange.exchange_ended(local.ExchangeEnded(requested(a).id, 0, "", "local", False, 20))
+        a.exchange.swap_ended(local.SwapEnded(requested(a).id, 0, "", "local", False, 20))
         await trio.sleep(0.1)
         assert a.exchange.phase == ("idle", "")
         assert a.failures == {"local": 1}
@@ -399,7 +399,7 @@ async def test_trainer_without_a_verdict_times_out(autojump_clock):
         a.due()
         await settled(a)
         assert a.failures == {"apply_timeout": 1}
-        assert local.DropExchange(a.to_trainer[0].session) in a.to_trainer
+        assert local.DropSwap(a.to_trainer[0].session) in a.to_trainer
 
 
 @pytest.mark.parametrize("after", [DELAY / 2, 0.05, 0.2, 0.5])
@@ -687,7 +687,7 @@ async def test_greedy_peers_do_not_take_all_swaps(autojump_clock, monkeypatch):
     others, greedy, _ = await averaged(12, ["well"], intervals=6)
     assert others > 1.0
     assert greedy < 0.8 * others
-    monkeypatch.setattr(exchange, "PEER_SHARE", 0.0)
+    monkeypatch.setattr(exchange, "PEER_GAPS", 0.0)
     others, greedy, _ = await averaged(12, ["well"], intervals=2)
     assert greedy > 2 * others
 
