@@ -63,7 +63,9 @@ class Holder:
             for p in self.stage.runtime.parameters():
                 p.add_(size * torch.randn(p.shape, generator=self._generator))
         self.steps += 1
-        self.averaging.committed(SimpleNamespace(participant=SimpleNamespace(step=self.steps)))
+        self.averaging.on_step_in_thread(
+            SimpleNamespace(participant=SimpleNamespace(step=self.steps))
+        )
 
     def weights(self):
         return {n: p.detach().clone() for n, p in averaged_parameters(self.stage).items()}

@@ -313,7 +313,7 @@ def test_averaging_uses_the_planned_host_memory():
             # own weights, the partner's, their average
             under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)
             assert outer.take(prepared)
-            outer.commit(averaged.parameters, copy)
+            outer.merge_parameters(averaged.parameters, copy)
     assert size(outer.undo_tensors()) + under_way == more
     large = 4 * UNDO_WEIGHTS
     assert averaging_bytes(large, 2)[1] == (12 + 20) * large // 2, (

@@ -612,7 +612,7 @@ def alone(autojump_clock):
     return Party(Hub(), "a", parties, EVERY).discovery
 
 
-async def test_candidates_have_a_recent_claim_of_the_same_policy(alone):
+async def test_candidates_have_a_recent_claim_of_the_same_policy(alone, autojump_clock):
     claim = alone.claim()
     alone.received("x", claim)
     alone.received("y", Here(b"x" * 32, claim.outer_step, claim.blocks))
@@ -622,7 +622,7 @@ async def test_candidates_have_a_recent_claim_of_the_same_policy(alone):
     assert alone.candidates() == []
 
 
-async def test_claims_are_requested_at_intervals(alone):
+async def test_claims_are_requested_at_intervals(alone, autojump_clock):
     alone.received("x", alone.claim())
     assert alone._peers_to_ask() == ["y"]
     assert alone._peers_to_ask() == []
