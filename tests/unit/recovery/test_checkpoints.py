@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from swarmnode.stages.recovery import (
     CheckpointIdentity,
     CheckpointMetadata,
     CheckpointStore,
+    Recorder,
     StageState,
     as_tensor,
     checkpoint_interval,
@@ -238,3 +240,20 @@ def test_small_copy_takes_two_bytes_per_weight():
     alone, both = map(copies_peak, (100, 1))
     assert 11.0 < alone < 13.5
     assert 1.5 < both - alone < 3.5
+
+
+def test_last_checkpoint_is_not_written_during_a_step(monkeypatch):
+    written = []
+    monkeypatch.setattr(Recorder, "_write", lambda self, *about: written.append(about))
+    recorder = object.__new__(Recorder)
+    recorder._store = SimpleNamespace(flush=lambda: None)
+    optimizer = SimpleNamespace(lock=threading.Lock(), lr_scale=LrScale(taken=3))
+    recorder.unwritten = (
+        SimpleNamespace(optimizer=optimizer),
+        SimpleNamespace(lr_scale=LrScale(taken=3)),
+    )
+    recorder.write_last()
+    assert len(written) == 1
+    optimizer.lr_scale.next()  # the next step has begun to move the weights
+    recorder.write_last()
+    assert len(written) == 1

@@ -142,6 +142,10 @@ async def test_own_checkpoint_is_current_only_within_one_step(fleet):
         assert crew is not None
         assert source(mine, 1) == "checkpoint"
         assert not mine.restored[1].source.usable
+    mine.kill(1, disk=True)
+    async with mine.up(step=1) as crew:
+        assert crew is not None
+        assert not mine.restored[1].source.usable, "it has steps that the crew has not taken"
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
