@@ -61,7 +61,8 @@ LARGEST: Final = 65504.0
 WINDOW: Final = 32
 """Accepted distances per block in the median."""
 WINDOW_PER_PEER: Final = 4
-"""Most distances of one peer in a window, so that a peer cannot set its own threshold."""
+"""Maximum number of distances of one peer in a window, so that a peer cannot set its own
+threshold."""
 FIRST: Final = 4
 """Number of accepted distances that a median needs. Below this number, τ = 2 ‖θ_i − φ_i‖ and
 `too_far` is not checked: this node may have trained for one step and the partner for fifty."""
@@ -484,7 +485,8 @@ SIGMAS: Final = 3.0
 """A fall of held-out reward by more than this many standard deviations is no chance event (one in a
 thousand for a normal distribution)."""
 WATCHED: Final = 64
-"""Most partners under watch; the latest are kept. A stage of a crew never measures a reward."""
+"""Maximum number of partners under watch; the latest are kept. A stage of a crew never measures a
+reward."""
 FLOOR: Final = 0.02
 """Least σ, in units of reward. Two equal measurements on sixteen questions do not prove that the
 noise is zero."""

@@ -387,18 +387,18 @@ def _adds_up(completion: Completion) -> bool:
 
 
 SCORER_GROUPS = 32
-"""Most groups in a batch."""
+"""Maximum number of groups in a batch."""
 SCORER_ACTIONS = 1024
-"""Most actions of episodes in a batch of several groups, so that a batch of honest episodes stays
-within the CPU time and the response of one scorer call."""
+"""Maximum number of actions of episodes in a batch of several groups, so that a batch of honest
+episodes stays within the CPU time and the response of one scorer call."""
 SCORER_TASKS = 2
 """Batches under way at a time: one is scored while the next is decoded."""
 QUEUE_GROUPS = 512
-"""Most candidates that wait for the scorer."""
+"""Maximum number of candidates that wait for the scorer."""
 QUEUE_BYTES = 32 * 2**20
-"""Most memory of the waiting candidates."""
+"""Maximum memory of the waiting candidates."""
 QUEUE_PEER_GROUPS = 64
-"""Most waiting candidates of one author."""
+"""Maximum number of waiting candidates of one author."""
 STRIKES = 3
 """Failures within STRIKE_SECONDS after which an author is excluded."""
 STRIKE_SECONDS = 600.0

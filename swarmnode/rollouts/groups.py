@@ -65,7 +65,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     count: int
     policy_version: int
     per_peer: int
-    """Most groups of one author in the step."""
+    """Maximum number of groups of one author in the step."""
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):

@@ -325,7 +325,7 @@ MEMORY_NUMBERS = 512
 HISTORY_DRAWS = 16
 """Draws over which a source's part is bounded. Rare successes come in bursts."""
 EXCESS = 1.5
-"""Most groups that a source may contribute, as a multiple of its part."""
+"""Maximum number of groups that a source may contribute, as a multiple of its part."""
 MOST_AUTHORS = 4096
 MOST_SOURCES = 1024
 

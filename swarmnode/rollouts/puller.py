@@ -40,7 +40,7 @@ FIRST_STEP = 8
 """Assumed groups per step until the trainer's first draw. Without them a swarm trains its first
 step on own groups alone, and the mean reward over training falls by 7 % (RESULTS.md)."""
 MOST_POLLED = 8
-"""Most polls under way at a time, each of another peer."""
+"""Maximum number of polls under way at a time, each of another peer."""
 PLENTY = 4
 """Steps of groups on offer at which the node stops polling more peers: an answer costs about 3 ms
 of CPU and up to 1.5 KB."""
@@ -387,7 +387,7 @@ HALVINGS: dict[Fault, float] = {"absent": 0.25, "slow": 0.5, "trajectory": 0.5}
 RESTORED_HALVINGS = 0.125
 """Halvings restored by each group that is as listed."""
 MAX_HALVINGS = 6.0
-"""Most halvings. Such a holder keeps 1/64 of its belief, so that it can recover."""
+"""Maximum number of halvings. Such a holder keeps 1/64 of its belief, so that it can recover."""
 PROVING_GROUPS = 8
 """Groups as listed after which a new holder has full belief."""
 NEW_HOLDER_BELIEF = 0.25
@@ -506,7 +506,8 @@ choice."""
 HALF_LIFE_SECONDS = 60.0
 """Age at which the weight of a listed group has halved: about two steps."""
 FEW_HOLDERS = 3
-"""Most holders in a choice that is not urgent: a request costs as much as six more groups in it."""
+"""Maximum number of holders in a choice that is not urgent: a request costs as much as six more
+groups in it."""
 RELAYED_WEIGHT = 0.3
 """Weight of a holder that is not the author. Preferring authors spreads the load: every reader
 learns of a group from its author first."""

@@ -35,7 +35,8 @@ DIRECTORY = "weights"
 """Folder below the data directory. Its files may be deleted while the node is stopped."""
 
 MOST_SWAPS: Final = 4
-"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
+"""Maximum number of swaps under way, each of another fragment. Each stores a copy of its
+fragment."""
 STATE_CODEC: Final[Codec] = "bfloat16"
 """Codec of a state. Its error is about as large as the difference between replicas late in
 training. δ is not sent: a few outer steps restore it."""
