@@ -22,16 +22,17 @@ from benchmarks.lib.report import heading, make_parser, table, write_json
 from benchmarks.lib.shapes import SHAPES, build
 from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError, Unavailable
+from swarmnode.model_shape import Shape
 from swarmnode.policy import logprobs
 from swarmnode.policy.device import BASE_BITS
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.selector import answered
-from swarmnode.policy.footprint import Method, Shape, footprint
+from swarmnode.policy.footprint import Method, footprint
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.micro import MicroBatcher, free_memory
 from swarmnode.policy.quantised import build_quantised
-from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 
 RANK, PROMPT, TOKENS = 16, 64, 96

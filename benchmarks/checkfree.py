@@ -9,7 +9,7 @@ difference of a hundredth of a nat is visible.
 
 `jump` is the held-out loss right after the recovery minus the loss before. `gap` is the held-out
 loss minus the control's after the same number of further steps. KL is over the whole vocabulary on
-the newest micro-batches. CheckFree and the copies are the product's, `swarmnode.stages.recovery`.
+the newest micro-batches. CheckFree and the copies are the product's, `swarmnode.stages.trainer`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn.functional import kl_div, log_softmax
 from benchmarks.lib.report import heading, make_parser, note, seeds_of, signed, table, write_json
 from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, language
 from swarmnode.errors import Refused
-from swarmnode.stages.checkfree import LEARNING_RATE_FACTOR, NeighbourLayers, synthesise
-from swarmnode.stages.recovery import RecoverySettings
+from swarmnode.stages.trainer.checkfree import LEARNING_RATE_FACTOR, NeighbourLayers, synthesise
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 
 SETTINGS = RecoverySettings()
 PROBES = 8

@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.lib.report import columns, heading, make_parser, percentile, table, write_json
-from swarmnode.demo.crew import crew_settings, write_model
+from swarmnode.demo.crew import crew_settings, is_active, stage_of, steps_of, write_model
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.swarm import DemoOptions
 
@@ -98,11 +98,11 @@ class Crew:
 
     def holder(self, stage: int) -> DemoNode:
         """Return the node that holds `stage`. Raises LookupError while no node does."""
-        return {node.view.stage: node for node in self.nodes}[stage]
+        return {stage_of(node): node for node in self.nodes}[stage]
 
     def steps(self) -> list[int]:
         """Return the steps taken, by stage. Raises LookupError while a stage has no holder."""
-        return [self.holder(stage).view.stage_step for stage in range(len(self.nodes))]
+        return [steps_of(self.holder(stage).status) for stage in range(len(self.nodes))]
 
     def wait(self, true: Callable[[], bool], seconds: float) -> float | None:
         """Return the seconds until `true()`; None after `seconds`."""
@@ -118,7 +118,7 @@ class Crew:
 
     def running(self) -> bool:
         return (
-            all(self.holder(stage).view.stage_phase == "active" for stage in range(len(self.nodes)))
+            all(is_active(self.holder(stage)) for stage in range(len(self.nodes)))
             and min(self.steps()) > 0
         )
 
@@ -129,13 +129,13 @@ class Crew:
             LookupError: A stage has no holder.
         """
         holders = [self.holder(stage) for stage in stages]
-        before, pids = max(self.steps()), [node.view.trainer_pid for node in holders]
+        before, pids = max(self.steps()), [node.status.trainer.pid for node in holders]
         log, killed_at = holders[0].log_file, time.time()
         size = log.stat().st_size
         for node, pid in zip(holders, pids, strict=True):
             if kind == "node":
                 node.kill()
-                node.start([one for one in self._known if node.view.peer not in one])
+                node.start([one for one in self._known if node.status.node.peer not in one])
             elif pid is not None:
                 psutil.Process(pid).kill()
                 if kind == "disk":
@@ -145,7 +145,7 @@ class Crew:
         def continues() -> bool:
             nonlocal least
             back = all(
-                node.view.trainer_pid not in (None, pid)
+                node.status.trainer.pid not in (None, pid)
                 for node, pid in zip(holders, pids, strict=True)
             )
             steps = self.steps()
@@ -156,14 +156,14 @@ class Crew:
 
         seconds = self.wait(continues, RETURN_SECONDS)
         after = max(
-            (node.view.stage_step for node in self.nodes if node.view.stage is not None), default=0
+            (steps_of(node.status) for node in self.nodes if stage_of(node) is not None), default=0
         )
         return Recovery(
             kind,
             tuple(stages),
             seconds,
             max(0, before - after),
-            tuple(node.view.source for node in holders),
+            tuple(own.source if (own := node.status.stages.own) else "" for node in holders),
             parts_of(log, size, killed_at, seconds),
             os.getloadavg()[0],
         )
@@ -171,9 +171,10 @@ class Crew:
     def speed(self, arm: str) -> Speed:
         """Return the speed over STEPS steps of the node that leads the crew."""
         lead = lambda: self.holder(0) if len(self.nodes) > 1 else self.nodes[0]
-        first = lead().view.step
-        seconds = self.wait(lambda: lead().view.step >= first + STEPS, RETURN_SECONDS)
-        tokens = lead().view.tokens_per_second
+        first = lead().report.step
+        seconds = self.wait(lambda: lead().report.step >= first + STEPS, RETURN_SECONDS)
+        own = lead().status.stages.own
+        tokens = own.tokens_per_second if own is not None else None
         return Speed(arm, seconds / STEPS if seconds is not None else float("nan"), tokens)
 
     def end(self) -> None:
@@ -207,7 +208,7 @@ def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
     options, model = DemoOptions(nodes=nodes, http_port=0), write_model(directory / "model")
     made = []
     for i in range(nodes):
-        settings = crew_settings(options, i, model)
+        settings = crew_settings(options, i, model, ["anyone"])
         settings["stages"]["mode"] = mode
         made.append(DemoNode(f"node{i}", directory / f"{mode}{i}", settings))
     running = Crew(made)
@@ -233,7 +234,7 @@ def measure(
     """Return all results. After every kill, write the results so far to `out`."""
     speeds, recoveries = [], []
     with crew(directory, 1, "off") as whole:
-        whole.wait(lambda: whole.nodes[0].view.step > 0, FORM_SECONDS)
+        whole.wait(lambda: whole.nodes[0].report.step > 0, FORM_SECONDS)
         speeds.append(whole.speed("whole, one node"))
     with crew(directory, STAGES, "always") as split:
         if split.wait(split.running, FORM_SECONDS) is None:

@@ -1,9 +1,9 @@
 """Measure how many honest nodes end with hostile neighbours only.
 
 The product's peer tables and turnover run without a network. All nodes join through one honest
-bootstrap node. Hostile identities share few networks, return only each other in peer exchange, dial
-honest nodes in every round, and never leave. An honest node asks the peers that it has just
-dialled, and four of its peers every two minutes; it replaces one connection every ten minutes.
+bootstrap node. Hostile identities share few networks, report only each other, dial honest
+nodes in every round, and never leave. An honest node asks the peers that it has just dialled, and
+seven peers that it dialled every two minutes; it replaces one connection every ten minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarmnode.p2p.turnover import PeerLink
 
 TARGET = 16
 ROUND_SECONDS = 120.0
-QUERIES, SHARED = 4, 32
+QUERIES, SHARED = 7, 32
 """Peers that a node queries in a round, and addresses in an answer."""
 ROUNDS_PER_EXCHANGE = 5
 CHURN = 0.002

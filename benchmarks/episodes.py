@@ -49,15 +49,15 @@ from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate, ExternalGroup, answers
+from swarmnode.rollouts.network.admission import Admission
+from swarmnode.rollouts.trainer.batch import assemble
+from swarmnode.rollouts.trainer.judge import judge, judge_until_full
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.episodes import answer_all, judged_text
-from swarmnode.trainer.judge import judge, judge_until_full
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
@@ -169,12 +169,11 @@ class Node:
         )
         judgement, left = judge_until_full(self.pool, self.plan.external_room, judged)
         self.pool = left[: self.plan.groups]
-        fresh = [*experience.trained, *judgement.accepted]
-        rows = assemble([*fresh, *self.plan.replayed(fresh)], training.advantage)
+        rows = assemble([*experience.trained, *judgement.accepted], training.advantage)
         result = self.engine.update(rows)
         self.judged.update(outcome for _, outcome in judgement.outcomes)
         self.external_groups += len(judgement.accepted)
-        self.plan.observe(fresh, experience.groups)
+        self.plan.observe(judgement.accepted)
         self.counters.step += 1
         self.counters.policy_version += result.stepped
         played = experience.played

@@ -29,8 +29,8 @@ import trio
 from benchmarks.lib.report import columns, heading, make_parser, write_json
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import MODEL, TOKENIZER, swarm_of
-from swarmnode.rollouts.admission import Admission, ScoringQueue
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
+from swarmnode.rollouts.network.admission import Admission, ScoringQueue
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer, Scored
 from tests.support.authors import Author, forged_episodes

@@ -53,7 +53,7 @@ tests() {
 
 # Three processes a node, two nodes on one GPU: reward rises, weights are averaged.
 demo() {
-    run demo 100 "$python" -m swarmnode demo --nodes 2 --minutes 0.4 --http-port 0
+    run demo 100 "$python" -m swarmnode demo --tiny --nodes 2 --minutes 0.4 --http-port 0
 }
 
 # Memory of an update against `swarmnode plan`, and the speed of sampling.

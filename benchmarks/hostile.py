@@ -10,6 +10,9 @@
                process of its own, and reports violations, errors, memory, and bytes against the
                same swarm with silent hostile nodes.
 
+`--real` runs one node with SmolLM2 with one peer instead (benchmarks/lib/real_hostile.py): peers
+that send marks, honest peers, and no peer. Each cell appends a row to the file of `--rows`.
+
 Two swarms of one seed with different random numbers differ by some per cent. To measure this noise,
 `--controls` silent swarms of each seed run with different random numbers. The row `silent` compares
 each of them with the rest. With `--draws N`, each attack runs with N of these random numbers. Its
@@ -21,20 +24,26 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from benchmarks.lib import real_hostile
 from benchmarks.lib.marks import ATTACKS as MARKED
 from benchmarks.lib.marks import MARKS, BlindScorer
 from benchmarks.lib.report import columns, heading, make_parser, note, seeds_of, spread, write_json
 from benchmarks.sapo import B, G
 
 PARTS = ("learning", "marks", "network")
+ROWS = Path(__file__).parent / "results" / "hostile_real.jsonl"
 SHARES = (10, 25, 40)
 GOAL_SHARE = 25
 SILENT = "silent"
@@ -134,7 +143,7 @@ def play(
     from benchmarks.lib.adversaries import HostileSwarm
     from benchmarks.lib.simulator import PRODUCT, Sharing
     from swarmnode.config import TrainingConfig
-    from swarmnode.trainer.judge import ExternalChecks
+    from swarmnode.rollouts.trainer.judge import ExternalChecks
 
     started = time.process_time()
     training = TrainingConfig(
@@ -433,7 +442,22 @@ def main() -> None:
         "--regime", default=REGIME, help="start policies (benchmarks/lib/regimes.py)"
     )
     parser.add_argument("--defences", nargs="+", default=DEFENCES[:1], choices=DEFENCES)
+    parser.add_argument("--real", action="store_true", help="a real model with one peer")
+    parser.add_argument(
+        "--peers", nargs="+", default=real_hostile.KINDS, choices=real_hostile.KINDS, metavar="PEER"
+    )
+    parser.add_argument(
+        "--real-defences", nargs="+", default=["product"], choices=real_hostile.DEFENCES
+    )
+    parser.add_argument("--task", default=real_hostile.SIZE.task, help="of honest peers")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished cells")
     args = parser.parse_args()
+    if args.real:
+        sized = replace(real_hostile.SIZE, task=args.task)
+        print(heading("hostile: a real model with one peer"), flush=True)
+        rows = real_hostile.run(args.rows, args.peers, args.real_defences, seeds_of(args), sized)
+        print(real_hostile.show(rows))
+        return
     size = Size(args.honest, args.rounds, controls=args.controls, regime=args.regime)
     if args.quick:
         size = Size(3, 4, 2, 2, controls=1)

@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.lib.report import heading, make_parser, seeds_of, table, write_json
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.model import LearnRow
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings
-from swarmnode.stages.wire import state_bytes
+from swarmnode.stages.state_messages import state_bytes
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.stage_batches import LearnRow
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from tests.support.crew import Crew
 from tests.support.lost_stages import Fleet, quiet
 

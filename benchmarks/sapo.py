@@ -8,8 +8,7 @@ generated tokens.
     8/0, 6/2, 4/4, 2/6    own / external groups of a step, treated as in SAPO
     4/4 unfiltered        groups whose rewards are all equal are sent too
     adaptive              the product's adaptive split, the rest as in SAPO
-    swarmnode             the product: split, judgement, corrections, replay
-    swarmnode, once       the product without replay (`training.options = ["train_once"]`)
+    swarmnode             the product: split and judgement
     lone, over-sampling   one node that generates until its batch is full of useful groups
     … + NoLoCo            with an outer step of all nodes every five rounds
 
@@ -47,9 +46,9 @@ TOKENS_PER_COMPLETION = 3.6
 REGIMES = ("ultra-sparse", "sparse", "moderate", "dense", "heterogeneous")
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 OVERSAMPLING = "lone, over-sampling"
-ADAPTIVE = ("adaptive", "swarmnode", "swarmnode, once")
-ARMS = (*FIXED[:3], "4/4 unfiltered", "2/6", *ADAPTIVE[:2], OVERSAMPLING)
-KNOWN = (*ARMS, ADAPTIVE[2], "8/0 + NoLoCo", "4/4 + NoLoCo")
+ADAPTIVE = ("adaptive", "swarmnode")
+ARMS = (*FIXED[:3], "4/4 unfiltered", "2/6", *ADAPTIVE, OVERSAMPLING)
+KNOWN = (*ARMS, "8/0 + NoLoCo", "4/4 + NoLoCo")
 AVERAGE_EVERY = 5
 """Rounds between two outer steps."""
 
@@ -82,7 +81,6 @@ def arms(names: Sequence[str]) -> list[Any]:
         Arm("4/4 unfiltered", 4, replace(PAPER, useful_only=False)),
         Arm("adaptive", None),
         PRODUCT,
-        replace(PRODUCT, name="swarmnode, once", replay=False),
         Arm(OVERSAMPLING, oversample=4 * B),
         Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
         Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),

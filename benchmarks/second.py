@@ -52,11 +52,10 @@ from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.tasks.verifiers import MAJORITY
 from swarmnode.wire.messages import TaskRef
 
-TASK, VOTED = "data/running_sums", "data/running_sums_voted"
-"""The dataset with the verifier `numeric`, and the same rows with `majority`."""
+TASK = "data/running_sums"
+"""The dataset, with the verifier `numeric`."""
 ROWS = Path(__file__).parent / "results" / "second.jsonl"
 LORA_RANK = 16
 LORA_RATE_FACTOR = 10
@@ -113,9 +112,6 @@ class Study:
     """An arm."""
 
     members: tuple[Member, ...] = (Member(),)
-    replay: bool = False
-    voted: bool = False
-    """Train with the verifier `majority`; the evaluation keeps `numeric`."""
     trl: bool = False
 
 
@@ -123,9 +119,6 @@ STUDIES: dict[str, Study] = {
     "alone": Study(),
     "two nodes": Study((Member(), Member())),
     "TRL": Study(trl=True),
-    "alone, replay": Study(replay=True),
-    "two nodes, replay": Study((Member(), Member()), replay=True),
-    "alone, majority": Study(voted=True),
     "alone, bytes": Study((Member(BYTES),)),
     "1.6 M with bytes": Study((Member(), Member(BYTES))),
     "alone, LoRA": Study((Member(lora=True),)),
@@ -223,9 +216,8 @@ class SecondSwarm(Swarm):
     def __init__(
         self, study: Study, policies: Sequence[Policy], size: Size, scorer: Scorer, seed: int
     ) -> None:
-        self.names = (VOTED if study.voted else TASK,)
-        arm = replace(PRODUCT, replay=study.replay)
-        super().__init__(arm, policies, size.training, scorer, seed, eval_questions=0)
+        self.names = (TASK,)
+        super().__init__(PRODUCT, policies, size.training, scorer, seed, eval_questions=0)
         self.records = [Record() for _ in self.nodes]
         self._questions = Exam(scorer, size)
 
@@ -300,13 +292,10 @@ def run_trl(policy: Policy, seed: int, size: Size, scorer: Scorer) -> dict[str, 
 
 @contextlib.contextmanager
 def installed(size: Size, folder: Path) -> Iterator[Scorer]:
-    """Install the dataset as two tasks of this process, and yield a scorer for them."""
+    """Install the dataset as a task of this process, and yield a scorer for it."""
     file = folder / "running_sums.jsonl"
     sums_policy.write_dataset(file, size.rows)
-    datasets = {
-        name: DatasetConfig(source=str(file), verifier=verifier)
-        for name, verifier in ((TASK, "numeric"), (VOTED, MAJORITY))
-    }
+    datasets = {TASK: DatasetConfig(source=str(file), verifier="numeric")}
     registry.install_datasets(datasets, folder / registry.DATASETS)
     # a busy machine may leave the child without a core for a while
     with Scorer(deadline=120.0) as scorer:

@@ -1,122 +1,137 @@
 """Compare the learning of a node that samples with vLLM with a node that samples itself.
 
-Two nodes share one policy: one samples with a vLLM server, the other with its own engine.
-SWARMNODE_VLLM names the Python of an environment with vLLM (tests/support/served/install.sh). The
-policy is the embedded one with wider heads (tests/support/served/wide.py), because vLLM on a CPU
-has no kernel for the embedded policy's heads.
+Both train an adapter of SmolLM2-135M-Instruct alone, one after the other, on the same questions
+with the same settings and seed: small sums. The server is started with the
+command that `swarmnode vllm-command` prints. SWARMNODE_VLLM names the Python of an environment with
+vLLM (tests/support/served/install.sh).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
+import statistics
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.report import columns, heading, make_parser, seeds_of, write_json
+from benchmarks.lib.report import columns, heading, make_parser, note, seeds_of, write_json
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.model_defaults import EMBEDDED_POLICY
+from swarmnode.gguf import SMOLLM2
 from tests.support.served import real
-from tests.support.served.wide import widen
 
-START_SECONDS = 300.0
-POLL_SECONDS = 2.0
+RANK = 16
+RUN_SECONDS = 3600.0
 
 
-def settings_of(policy: Path, url: str, steps: int, seed: int) -> dict[str, dict[str, object]]:
+def write_questions(path: Path) -> Path:
+    with open(path, "w") as file:
+        for left, right in itertools.product(range(1, 13), repeat=2):
+            row = {"prompt": f"{left} + {right} =", "answer": str(left + right)}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def settings_of(questions: Path, url: str, steps: int, seed: int) -> dict[str, Any]:
     return {
-        "swarm": {"name": "served"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "policy": {"model": str(policy), "devices": "cpu", "threads": 1},
+        "policy": {"model": SMOLLM2, "devices": "cpu", "threads": 1},
+        "policy.lora": {"r": RANK, "lora_alpha": 32},
         "policy.server": {"url": url},
+        "task": {"names": ["data/sums"]},
+        'task.datasets."data/sums"': {
+            "source": str(questions),
+            "verifier": "numeric",
+        },
         "training": {
-            "learning_rate": EMBEDDED_POLICY.learning_rate,
-            "max_completion_length": EMBEDDED_POLICY.max_completion_length,
+            "learning_rate": 5e-4,
+            "max_completion_length": 12,
+            "num_generations": 8,
+            "groups_per_step": 2,
             "max_steps": steps,
-            "eval_every": 10,
-            "save_every": 10.0,
+            "eval_every": steps,
             "seed": seed,
         },
-        "weights": {"rule": "noloco", "sync_every": 20},
+        "sharing": {"enabled": False},
+        "weights": {"rule": "off"},
+        "stages": {"mode": "off"},
         "http": {"port": 0},
-        "log": {"level": "info"},
     }
 
 
-def report_of(node: DemoNode) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{node.url}/status?points=1", timeout=10) as answer:
-        return json.load(answer)["snapshot"]["trainer"].get("report") or {}
+def run(directory: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines that a node logs until it ends after its last step."""
+    node = DemoNode("served", directory, settings)
+    node.start([])
+    node.wait(RUN_SECONDS)
+    lines = node.log_file.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Return the latest report of each node."""
-    nodes = [
-        DemoNode("served", directory / "served", settings_of(policy, url, steps, 2 * seed)),
-        DemoNode("own", directory / "own", settings_of(policy, "", steps, 2 * seed + 1)),
-    ]
-    last: list[dict[str, Any]] = [{}, {}]
-    try:
-        nodes[0].start([])
-        nodes[1].start(nodes[0].wait_for_address(time.monotonic() + START_SECONDS)[:1])
-        while any(node.alive() for node in nodes):  # a node ends after max_steps
-            time.sleep(POLL_SECONDS)
-            for index, node in enumerate(nodes):
-                try:
-                    found = report_of(node)
-                except (OSError, ValueError):
-                    continue
-                if found.get("step") and found.get("phase") != "loading":
-                    last[index] = found
-    finally:
-        for node in nodes:
-            node.stop()
-        for node in nodes:
-            node.wait(60)
-    return last
+def result_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    def of(event: str) -> list[dict[str, Any]]:
+        return [line for line in lines if line.get("event") == event]
+
+    steps = of("step")
+    return {
+        "rewards": [step["reward"] for step in steps],
+        "seconds": [step["seconds"] for step in steps],
+        "held_out": [[each["reward"], each["error"]] for each in of("held out")],
+        "engines": [line["engine"] for line in of("engine")],
+        "failures": len(of("the server does not sample, the own engine does")),
+    }
 
 
 def main() -> None:
-    parser = make_parser("served", __doc__, quick="ten steps, one seed", seeds=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser = make_parser("served", __doc__, quick="three steps, one seed", seeds=2)
+    parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.seeds = 10, 1
-    if "SWARMNODE_VLLM" not in os.environ:
+        args.steps, args.seeds = 3, 1
+    if not real.python():
         print("skipped: SWARMNODE_VLLM is not set")
         return
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        policy = widen(directory / "policy")
-        with real.running(policy, directory / "vllm.txt", rank=0) as url:
+        questions = write_questions(directory / "sums.jsonl")
+
+        def arm(name: str, url: str, seed: int) -> None:
+            settings = settings_of(questions, url, args.steps, seed)
+            found = result_of(run(directory / f"{name}-{seed}", settings))
+            note(f"{name} {seed}: {found}")
+            results.append({"engine": name, "seed": seed, **found})
+            write_json(args.json, results)
+
+        with real.running(SMOLLM2, directory / "vllm.txt", rank=RANK) as url:
             for seed in seeds_of(args):
-                reports = run(policy, url, directory / str(seed), args.steps, seed)
-                for name, report in zip(("served", "own"), reports, strict=True):
-                    results.append({"node": name, "seed": seed, "report": report})
-                write_json(args.json, results)
-    number = lambda key: (
-        lambda row: f"{value:.3g}" if isinstance(value := row["report"].get(key), float) else "–"
-    )
-    field = lambda key: lambda row: row["report"].get(key, "–")
-    server = lambda key: lambda row: (row["report"].get("server") or {}).get(key, "–")
+                arm("vLLM", url, seed)
+        for seed in seeds_of(args):
+            arm("own", "", seed)
+    results.sort(key=lambda row: row["seed"])
+    third = max(args.steps // 3, 1)
+
+    def mean(part: int) -> Any:
+        rewards = slice(part * third, (part + 1) * third)
+        return lambda row: f"{statistics.mean(row['rewards'][rewards] or [0.0]):.2f}"
+
+    def held_out(place: int) -> Any:
+        return lambda row: " ± ".join(f"{number:.3f}" for number in row["held_out"][place])
+
     print(heading("served: sampling with vLLM"))
     print(
         columns(
             results,
             {
                 "seed": lambda row: row["seed"],
-                "node": lambda row: row["node"],
-                "steps": field("step"),
-                "held out at the start": number("reward_held_out_start"),
-                "held out": number("reward_held_out"),
-                "engine": field("engine"),
-                "own gap": number("own_gap"),
-                "loads": server("loads"),
-                "failures": server("failures"),
-                "groups of the other used": field("external_groups_total"),
+                "engine": lambda row: row["engine"],
+                f"reward of the first {third} steps": mean(0),
+                "the second": mean(1),
+                "the third": mean(2),
+                "held out before": held_out(0),
+                "held out after": held_out(-1),
+                "seconds a step, median": lambda row: f"{statistics.median(row['seconds']):.0f}",
+                "failures": lambda row: row["failures"],
             },
         )
     )

@@ -1,16 +1,18 @@
 """Compare a local step (sample, score, update) with a step of TRL's GRPOTrainer.
 
-Both have the same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and
-optimizer settings, and one thread on a CPU. They take turns step by step in one process, so that
-other load affects both. TRL is timed between `on_step_begin` and `on_step_end`, without data
-loading and logging. Both score through the same sandboxed scorer, and TRL gets its prompts ready
-made. Gradient checkpointing, TRL's default, is off.
+Both have the same model, tasks, batch, dtype, sampling, loss and optimizer settings, and one thread
+on a CPU. Each runs in a process of its own: in one process, TRL's steps take a fifth longer. TRL is
+timed between `on_step_begin` and `on_step_end`, without data loading and logging. Both score
+through the same sandboxed scorer, and TRL gets its prompts ready made. Gradient checkpointing,
+TRL's default, is off. Other load changes CPU seconds too, so compare them on a quiet machine.
 
     real rewards         as in a node: most groups earn nothing at first and are skipped
-    every group useful   rewards 1, 0, 1, 0, …: both train on all 64 completions
+    every group useful   rewards 1, 0, 1, 0, …: both train on all completions
     a larger model       random weights, 32 new tokens: less Python, more arithmetic
     long prompts         the same with prompts of 17 to 185 tokens (mean 83). The product runs a
                          prompt once per group, TRL once per completion
+    --real STEPS         SmolLM2-135M-Instruct, an adapter of rank 16, chat/json_fields: 2 groups of
+                         8 with all groups useful and with real rewards, then 8 groups
     --lengths            completions that end by chance (geometric, mean 100, at most 512), 3.5 M
                          parameters: both engines of the product against TRL with `generate` and
                          with transformers' continuous batching. The figure is tokens per CPU
@@ -23,12 +25,15 @@ tests/unit/rl/test_trl.py compares loss and gradient of both on one batch.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +49,13 @@ from transformers import PrinterCallback, TrainerCallback
 from benchmarks.lib.report import columns, heading, make_parser, median_range, write_json
 from benchmarks.lib.shapes import SHAPES, build, random_llama
 from benchmarks.lib.trl_setup import grpo_config
-from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.policy import linear
 from swarmnode.policy.load import Policy, load_policy
+from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
-from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
@@ -77,13 +83,14 @@ class Case:
     """One token per character, without the embedded tokenizer's phrases."""
     shape: str = ""
     """Name in SHAPES, instead of the embedded policy."""
+    real: bool = False
+    """SmolLM2 with an adapter, on chat/json_fields."""
     device: str = "cpu"
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
     """Maximum number of tokens of the product's micro-batches. TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
-    """Engines of the product (`training.options`); empty lets the product choose. Each has its own
-    policy and takes its step after TRL's."""
+    """Engines of the product (`training.options`); empty lets the product choose."""
     paged: bool = False
     """TRL samples with transformers' continuous batching."""
     even: bool = False
@@ -94,6 +101,14 @@ class Case:
     """Steps of the product before the first compared one, which fill the continuous engine."""
     warm: int = WARM
     seed: int = 0
+
+    @property
+    def tasks(self) -> list[str]:
+        return ["chat/json_fields"] if self.real else Config().task.names
+
+    @property
+    def lora(self) -> LoraSettings:
+        return LoraSettings(r=16, lora_alpha=32) if self.real else LoraSettings()
 
     @property
     def training(self) -> TrainingConfig:
@@ -161,7 +176,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, engine: str) -> Cal
     trained = make_whole_policy(config, policy, counters, send=lambda message: None)
     sampler = Sampler(
         training,
-        Questions(config.task.names, counters),
+        Questions(case.tasks, counters),
         trained,
         scorer,
         policy.random_generator(case.seed),
@@ -200,37 +215,32 @@ def alternating(count: int) -> list[float]:
     return [float(i % 2 == 0) for i in range(count)]
 
 
-class Turns(TrainerCallback):
-    """Times TRL's steps, and takes a step of each engine of the product after each."""
+class Stopwatch(TrainerCallback):
+    """Times TRL's steps."""
 
-    def __init__(self, ours: Sequence[Callable[[], Step]]) -> None:
-        self._take_ours = ours
-        self.ours: list[list[Step]] = [[] for _ in ours]
-        self.trl: list[Step] = []
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
         self._start = (0.0, 0.0)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.trl.append(Step())
+        self.steps.append(Step())
         self._start = now(), time.process_time()
 
     def on_sampled(self, tokens: float) -> None:
         """Record that TRL has its completions, and their mean length."""
-        self.trl[-1].sampling_cpu_seconds = time.process_time() - self._start[1]
-        self.trl[-1].tokens = tokens
+        self.steps[-1].sampling_cpu_seconds = time.process_time() - self._start[1]
+        self.steps[-1].tokens = tokens
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.trl[-1].seconds = now() - self._start[0]
-        self.trl[-1].cpu_seconds = time.process_time() - self._start[1]
-        for steps, take in zip(self.ours, self._take_ours, strict=True):
-            steps.append(take())
+        self.steps[-1].seconds = now() - self._start[0]
+        self.steps[-1].cpu_seconds = time.process_time() - self._start[1]
 
 
 def trl_trainer(
-    case: Case, policy: Policy, scorer: Scorer, folder: str, turns: Turns
+    case: Case, policy: Policy, scorer: Scorer, folder: str, watch: Stopwatch
 ) -> trl.GRPOTrainer:
-    """Return a GRPOTrainer with the product's settings, a copy of the model and other questions of
-    the same tasks."""
-    names = Config().task.names
+    """Return a GRPOTrainer with the product's settings and other questions of the same tasks."""
+    names = case.tasks
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
         name = choose_task(names, swarm_of(case), "trl", sequence)
@@ -248,13 +258,13 @@ def trl_trainer(
     ) -> list[float]:
         """Score B questions × G completions, in the order of TRL's sampler."""
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
-        turns.on_sampled(statistics.fmean(map(len, completion_ids)))
+        watch.on_sampled(statistics.fmean(map(len, completion_ids)))
         rewards = [
             r
             for s in scorer.score_many(asked)
             for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)
         ]
-        turns.trl[-1].reward = statistics.fmean(rewards)
+        watch.steps[-1].reward = statistics.fmean(rewards)
         return rewards if case.real_rewards else alternating(len(rewards))
 
     settings = grpo_config(
@@ -268,12 +278,12 @@ def trl_trainer(
         transformers_continuous_batching_config=pages(case) if case.paged else None,
     )
     return trl.GRPOTrainer(
-        policy.clone().model,
+        policy.model,
         reward,
         settings,
         datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))}),
         processing_class=policy.tokenizer,
-        callbacks=[turns],
+        callbacks=[watch],
     )
 
 
@@ -285,31 +295,51 @@ def pages(case: Case) -> dict[str, int]:
     }
 
 
-def run(case: Case, scorer: Scorer) -> list[Result]:
-    """Take `case.steps` steps of each in turns. Return a result for each engine of the product."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = model_of(case, folder)
-        policy = load_policy(PolicyConfig(model=model, devices=case.device, dtype=case.dtype))
-        ours = [
-            step_of_ours(case, policy.clone() if i else policy, scorer, engine)
-            for i, engine in enumerate(case.engines)
-        ]
-        turns = Turns(ours)
-        trainer = trl_trainer(case, policy, scorer, folder, turns)
-        trainer.remove_callback(PrinterCallback)
-        for step, engine in zip(ours, case.engines, strict=True):
-            for _ in range(case.ahead if engine != "lockstep" else 0):
-                step()
-        trainer.train()
-        size = policy.statistics().parameters
+def run(case: Case) -> list[Result]:
+    """Measure TRL and each engine of the product. Return a result for each engine."""
+    size, theirs = in_process(case, "trl")
     return [
-        Result(case, size, engine, steps[case.warm :], turns.trl[case.warm :])
-        for engine, steps in zip(case.engines, turns.ours, strict=True)
+        Result(case, size, engine, in_process(case, engine)[1], theirs) for engine in case.engines
     ]
+
+
+def in_process(case: Case, side: str) -> tuple[int, list[Step]]:
+    """Run `take_steps` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(take_steps, case, side).result()
+
+
+def take_steps(case: Case, side: str) -> tuple[int, list[Step]]:
+    """Return the number of parameters and the counted steps of `side`: trl, or an engine of the
+    product."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    if side == "trl":
+        linear.SMALLEST = sys.maxsize  # TRL's model has torch's own products
+    with Scorer() as scorer, tempfile.TemporaryDirectory() as folder:
+        cfg = PolicyConfig(
+            model=model_of(case, folder), devices=case.device, dtype=case.dtype, lora=case.lora
+        )
+        policy = load_policy(cfg)
+        size = policy.statistics().parameters
+        if side == "trl":
+            watch = Stopwatch()
+            trainer = trl_trainer(case, policy, scorer, folder, watch)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+            return size, watch.steps[case.warm :]
+        step = step_of_ours(case, policy, scorer, side)
+        for _ in range((case.ahead if side != "lockstep" else 0) + case.warm):
+            step()
+        return size, [step() for _ in range(case.steps)]
 
 
 def model_of(case: Case, folder: str) -> str:
     """Make the model of `case` and return its `policy.model`."""
+    if case.real:
+        return "smollm2"
     if not case.hidden and not case.shape:
         return "embedded"
     directory = Path(folder) / "model"
@@ -325,6 +355,7 @@ def model_of(case: Case, folder: str) -> str:
 
 def show(results: list[Result]) -> str:
     ms = lambda steps, what: median_range([1000 * getattr(s, what) for s in steps], 0)
+    mean = lambda steps, what: total(steps, what) / len(steps)
     speed = lambda r, steps: f"{r.case.groups * G * len(steps) / total(steps, 'seconds'):.1f}"
     last = lambda r, steps: (
         f"{statistics.fmean(s.reward for s in steps[-10:]):.2f}" if r.case.real_rewards else "–"
@@ -338,9 +369,12 @@ def show(results: list[Result]) -> str:
             "TRL, samples/s": lambda r: speed(r, r.trl),
             "ratio": lambda r: f"{r.ratio('seconds'):.2f}",
             "ratio of CPU time": lambda r: f"{r.ratio('cpu_seconds'):.2f}",
-            "swarmnode, ms a step": lambda r: ms(r.ours, "seconds"),
-            "of it sampling, scoring": lambda r: ms(r.ours, "sampling_seconds"),
-            "TRL, ms a step": lambda r: ms(r.trl, "seconds"),
+            "swarmnode, CPU ms a step": lambda r: ms(r.ours, "cpu_seconds"),
+            "of it sampling, scoring": lambda r: ms(r.ours, "sampling_cpu_seconds"),
+            "TRL, CPU ms a step": lambda r: ms(r.trl, "cpu_seconds"),
+            "of that sampling": lambda r: ms(r.trl, "sampling_cpu_seconds"),
+            "tokens of a completion, swarmnode": lambda r: f"{mean(r.ours, 'tokens'):.0f}",
+            "TRL's": lambda r: f"{mean(r.trl, 'tokens'):.0f}",
             "groups trained on": lambda r: f"{total(r.ours, 'useful') / len(r.ours):.0%}",
             "reward of last 10, swarmnode": lambda r: last(r, r.ours),
             "TRL": lambda r: last(r, r.trl),
@@ -386,6 +420,21 @@ def cases_of(args: Any) -> list[Case]:
         long = replace(short, name="the same, long prompts", long_prompts=True)
         longer = replace(long, name="the same, 256 new tokens", steps=steps // 2, new_tokens=256)
         return [short] if args.quick else [short, long, longer]
+    if args.real:
+        useful = Case(
+            "SmolLM2, every group useful",
+            args.real,
+            40,
+            False,
+            real=True,
+            groups=2,
+            warm=1,
+            learning_rate=5e-4,
+            **place,
+        )
+        rewarded = replace(useful, name="SmolLM2, real rewards", real_rewards=True)
+        larger = replace(useful, name="SmolLM2, every group useful, 8 groups", groups=8)
+        return [useful, rewarded, larger]
     if args.lengths:
         uneven = Case(
             "generate",
@@ -425,6 +474,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--shape", default="", choices=("", *SHAPES))
+    parser.add_argument("--real", type=int, default=0, metavar="STEPS", help="only SmolLM2")
     parser.add_argument(
         "--lengths",
         nargs="?",
@@ -439,16 +489,11 @@ def main() -> None:
     )
     parser.add_argument("--groups", type=int, default=B, help="groups of a step, with --lengths")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     results: list[Result] = []
-    with Scorer() as scorer:
-        for case in cases_of(args):
-            results += run(case, scorer)
-            if args.lengths:
-                print(show_lengths(results[-len(case.engines) :]), flush=True)  # each takes minutes
+    for case in cases_of(args):
+        results += run(case)
+        rows = results[-len(case.engines) :]  # each takes minutes
+        print(show_lengths(rows) if args.lengths else show(rows), flush=True)
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show_lengths(results) if args.lengths else show(results))
     write_json(args.json, {"trl": trl.__version__, "results": [asdict(r) for r in results]})

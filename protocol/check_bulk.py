@@ -1,6 +1,6 @@
 """05-bulk: transfers in hashed chunks."""
 
-from check_frames import BYTES, COUNTS, EXACT, code, decode, require
+from check_frames import BYTES, COUNTS, code, decode, require
 
 TEXT = code("05-bulk.md")
 STATUS = ("ok", "unknown", "busy")
@@ -14,8 +14,8 @@ BULK_RESPONSE = {"status": STATUS, "size": int}
 def read_bulk(frame, name, shape):
     """Read a message of 05."""
     message = decode(frame, BYTES[name], shape)
-    require(len(message.get("transfer", bytes(EXACT["transfer"]))) == EXACT["transfer"])
-    require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])
+    require(len(message.get("transfer", bytes(BYTES["transfer"]))) == BYTES["transfer"])
+    require(len(message.get("root", bytes(BYTES["chunk_hash"]))) == BYTES["chunk_hash"])
     ok = message.get("status") == "ok"
     if shape is BULK_MANIFEST:
         size, chunk = message["size"], message["chunk_bytes"]
@@ -23,7 +23,7 @@ def read_bulk(frame, name, shape):
         chunks = (size + chunk - 1) // chunk
         require(
             1 <= chunks <= COUNTS["bulk_chunks"]
-            and len(message["hashes"]) == EXACT["chunk_hash"] * chunks
+            and len(message["hashes"]) == BYTES["chunk_hash"] * chunks
         )
     elif shape is BULK_MANIFEST_RESPONSE:
         require(

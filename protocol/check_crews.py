@@ -7,7 +7,6 @@ import msgpack
 from check_frames import (
     BYTES,
     COUNTS,
-    EXACT,
     FLOATS,
     REGISTRY,
     Row,
@@ -61,11 +60,11 @@ def read_message(frame, shapes):
     """Read a request or an answer of section 2.2."""
     message = decode(frame, BYTES["crews_message"], *shapes)
     if "crew" in message:
-        require(len(message["crew"]) == EXACT["crew"])
+        require(len(message["crew"]) == BYTES["crew"])
     if "status" in message:
         counter(*message["status"][1:])
     if message["type"] == "offer":
-        require(len(message["model"]) == EXACT["record_hash"])
+        require(len(message["model"]) == BYTES["record_hash"])
         amounts(message["memory"], message["speed"])
         require(len(message["held_blocks"]) <= COUNTS["held_blocks"])
         [check_block(*block) for block in message["held_blocks"]]
@@ -87,7 +86,7 @@ def amounts(*values):
 
 def check_block(lineage, layers, stage, step, _where):
     """Check a held block (section 2.1)."""
-    require(len(lineage) == EXACT["record_hash"])
+    require(len(lineage) == BYTES["record_hash"])
     require(1 <= len(layers) <= COUNTS["crew_members"] and 0 <= stage < len(layers))
     require(all(1 <= count <= COUNTS["layers"] for count in layers))
     counter(step)
@@ -95,8 +94,8 @@ def check_block(lineage, layers, stage, step, _where):
 
 def check_record(record):
     """Check a record (section 2.1)."""
-    require(all(len(record[field]) == EXACT["record_hash"] for field in ("lineage", "model")))
-    require(len(record["nonce"]) == EXACT["crew_nonce"])
+    require(all(len(record[field]) == BYTES["record_hash"] for field in ("lineage", "model")))
+    require(len(record["nonce"]) == BYTES["crew_nonce"])
     counter(record["step"])
     require(1 <= len(record["members"]) <= COUNTS["crew_members"])
     for peer, layers in record["members"]:

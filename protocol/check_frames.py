@@ -19,12 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 HERE = Path(__file__).parent
 REGISTRY = tomllib.loads((HERE / "registry.toml").read_text())
-BYTES, EXACT, COUNTS, FLOATS = (
-    REGISTRY["bytes"],
-    REGISTRY["exact_bytes"],
-    REGISTRY["counts"],
-    REGISTRY["floats"],
-)
+BYTES, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["counts"], REGISTRY["floats"]
 
 ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
 

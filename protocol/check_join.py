@@ -1,4 +1,4 @@
-"""01-identity-and-join: peer ids, swarm ids, the peers protocol, manifests, sessions, summaries."""
+"""01-identity-and-join: peer ids, swarm ids, neighbours, manifests, sessions, summaries."""
 
 import math
 
@@ -6,7 +6,6 @@ from check_frames import (
     BYTES,
     COUNTS,
     ENVELOPE,
-    EXACT,
     FLOATS,
     REGISTRY,
     code,
@@ -21,8 +20,20 @@ from check_frames import (
 
 TEXT = code("01-identity-and-join.md")
 peer_id = TEXT.peer_id
-PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
-PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
+NEIGHBOURS_REQUEST = {
+    "swarm": bytes,
+    "addresses": [str],
+    "session": bytes,
+    "summary": bytes,
+    "used": int,
+}
+NEIGHBOURS_RESPONSE = {
+    "swarm": bytes,
+    "peers": [{"peer": str, "addresses": [str]}],
+    "sessions": [bytes],
+    "summaries": [bytes],
+    "successor": bytes,
+}
 RULES = {
     "min_completions": int,
     "max_completions": int,
@@ -47,8 +58,7 @@ MANIFEST = {
 }
 MANIFEST_REQUEST = {"swarm": bytes}
 MANIFEST_RESPONSE = {"manifest": bytes, "successor": bytes}
-SESSION = {"session": bytes, "started_at": int, "issued_at": int}
-SESSION_RESPONSE = {"sessions": [bytes]}
+SESSION = {"id": bytes, "started_at": int, "issued_at": int}
 SUMMARY = {
     "name": str,
     "version": str,
@@ -57,30 +67,47 @@ SUMMARY = {
     "step": int,
     "policy_version": int,
     "reward": float,
+    "reward_step": int,
     "published": int,
     "peers": int,
 }
-SUMMARY_REQUEST = {"summary": bytes}
-SUMMARY_RESPONSE = {"summaries": [bytes]}
 
 
-def read_peers(frame, cap, shape):
-    message = decode(frame, BYTES[cap], shape)
-    require(len(message["swarm"]) == EXACT["swarm_id"])
-    peers = message.get("peers", [])
-    require(len(peers) <= COUNTS["peers"])
-    for addresses in [message.get("addresses", []), *[peer["addresses"] for peer in peers]]:
-        require(len(addresses) <= COUNTS["peer_addresses"])
-        [name(address, BYTES["address"]) for address in addresses]
-    [name(peer["peer"], BYTES["peer_id"]) for peer in peers]
-    return message
+def read_neighbours_request(frame):
+    request = decode(frame, BYTES["neighbours_request"], NEIGHBOURS_REQUEST)
+    require(len(request["swarm"]) == BYTES["swarm_id"])
+    check_addresses(request["addresses"])
+    require(len(request["session"]) <= BYTES["signed_session"])
+    require(len(request["summary"]) <= BYTES["summary"])
+    counter(request["used"])
+    return request
+
+
+def read_neighbours_response(frame):
+    response = decode(frame, BYTES["neighbours_response"], NEIGHBOURS_RESPONSE)
+    require(len(response["swarm"]) == BYTES["swarm_id"])
+    require(len(response["peers"]) <= COUNTS["peers"])
+    for peer in response["peers"]:
+        name(peer["peer"], BYTES["peer_id"])
+        check_addresses(peer["addresses"])
+    require(len(response["sessions"]) <= COUNTS["sessions"])
+    require(all(1 <= len(each) <= BYTES["signed_session"] for each in response["sessions"]))
+    require(len(response["summaries"]) <= COUNTS["summaries"])
+    require(all(1 <= len(each) <= BYTES["summary"] for each in response["summaries"]))
+    require(len(response["successor"]) in (0, BYTES["swarm_id"]))
+    return response
+
+
+def check_addresses(addresses):
+    require(len(addresses) <= COUNTS["peer_addresses"])
+    [name(address, BYTES["address"]) for address in addresses]
 
 
 def read_manifest(frame):
     """Read a signed manifest (01, section 6)."""
     envelope = decode(frame, BYTES["manifest"], ENVELOPE)
     require(
-        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
     )
     require(envelope["codec"] == "raw", "compression")
     swarm = TEXT.manifest_id(envelope["payload"])
@@ -95,28 +122,28 @@ def check_manifest(manifest):
     rules, access = manifest["rollouts"], manifest["access"]
     text(manifest["name"], 1, BYTES["manifest_name"])
     require(
-        len(manifest["founder"]) == EXACT["key"]
-        and len(manifest["predecessor"]) in (0, EXACT["swarm_id"])
+        len(manifest["founder"]) == BYTES["key"]
+        and len(manifest["predecessor"]) in (0, BYTES["swarm_id"])
     )
     counter(manifest["created_at"])
     name(manifest["minimum_version"], BYTES["minimum_version"])
-    rising(manifest["protocols"], 1, COUNTS["protocols"])
+    rising(manifest["protocols"], 1, COUNTS["protocol_ids"])
     [name(protocol, BYTES["protocol"]) for protocol in manifest["protocols"]]
     require(len(manifest["models"]) <= COUNTS["models"])
     for model in manifest["models"]:
         name(model["name"], BYTES["model_name"])
         require(not model["revision"] or name(model["revision"], BYTES["revision"]) is None)
-        require(len(model["fingerprint"]) == len(model["tokenizer"]) == EXACT["fingerprint"])
+        require(len(model["fingerprint"]) == len(model["tokenizer"]) == BYTES["fingerprint"])
     rising([task["id"] for task in manifest["tasks"]], 1, COUNTS["tasks"])
     for task in manifest["tasks"]:
         name(task["id"], BYTES["task_id"])
-        name(task["version"], BYTES["task_version"])
+        name(task["version"], BYTES["version"])
         text(task["settings"], 0, BYTES["setting_value"])
     require(
         COUNTS["min_completions"]
         <= rules["min_completions"]
         <= rules["max_completions"]
-        <= COUNTS["max_completions"]
+        <= COUNTS["completions"]
     )
     check_sampling(rules["temperature"], rules["top_p"], rules["max_tokens"])
     require(math.isfinite(rules["groups_per_second"]), "not_finite")
@@ -125,11 +152,11 @@ def check_manifest(manifest):
     for setting in manifest["settings"]:
         name(setting["key"], BYTES["setting_key"])
         text(setting["value"], 1, BYTES["setting_value"])
-    require(len(manifest["bootstrap"]) <= COUNTS["bootstrap"])
+    require(len(manifest["bootstrap"]) <= COUNTS["bootstrap_addresses"])
     [name(address, BYTES["address"]) for address in manifest["bootstrap"]]
     rising(access["members"], 0, COUNTS["members"])
     [name(member, BYTES["peer_id"]) for member in access["members"]]
-    require(len(access["secret"]) in (0, EXACT["secret"]))
+    require(len(access["secret"]) in (0, BYTES["secret"]))
 
 
 def check_sampling(temperature, top_p, max_tokens):
@@ -140,7 +167,7 @@ def check_sampling(temperature, top_p, max_tokens):
 
 def read_manifest_request(frame):
     request = decode(frame, BYTES["manifest_request"], MANIFEST_REQUEST)
-    require(len(request["swarm"]) == EXACT["swarm_id"])
+    require(len(request["swarm"]) == BYTES["swarm_id"])
     return request
 
 
@@ -152,30 +179,23 @@ def read_manifest_response(frame):
 
 
 def read_session(frame, swarm):
-    envelope = decode(frame, BYTES["session_request"], ENVELOPE)
+    envelope = decode(frame, BYTES["signed_session"], ENVELOPE)
     require(
-        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
     )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["session"].encode(), swarm)
-    session = decode(envelope["payload"], BYTES["session_request"], SESSION)
-    require(len(session["session"]) == EXACT["session"])
+    session = decode(envelope["payload"], BYTES["signed_session"], SESSION)
+    require(len(session["id"]) == BYTES["session"])
     counter(session["started_at"], session["issued_at"])
     return {"peer": peer_id(envelope["key"]), "session": session}
-
-
-def read_session_response(frame):
-    response = decode(frame, BYTES["session_response"], SESSION_RESPONSE)
-    require(len(response["sessions"]) <= COUNTS["sessions"])
-    require(all(1 <= len(session) <= BYTES["session_request"] for session in response["sessions"]))
-    return response
 
 
 def read_summary(frame, swarm):
     """Read a signed summary (01, section 10)."""
     envelope = decode(frame, BYTES["summary"], ENVELOPE)
     require(
-        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
     )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["summary"].encode(), swarm)
@@ -188,32 +208,14 @@ def read_summary(frame, swarm):
     return {"peer": peer_id(envelope["key"]), "summary": summary}
 
 
-def read_summary_request(frame):
-    request = decode(frame, BYTES["summary_request"], SUMMARY_REQUEST)
-    require(len(request["summary"]) <= BYTES["summary"])
-    return request
-
-
-def read_summary_response(frame):
-    response = decode(frame, BYTES["summary_response"], SUMMARY_RESPONSE)
-    require(len(response["summaries"]) <= COUNTS["summaries"])
-    require(all(1 <= len(summary) <= BYTES["summary"] for summary in response["summaries"]))
-    return response
-
-
 READERS = {
-    "peers_request": lambda frame, domain, swarm: read_peers(frame, "peers_request", PEERS_REQUEST),
-    "peers_response": lambda frame, domain, swarm: read_peers(
-        frame, "peers_response", PEERS_RESPONSE
-    ),
+    "neighbours_request": lambda frame, domain, swarm: read_neighbours_request(frame),
+    "neighbours_response": lambda frame, domain, swarm: read_neighbours_response(frame),
     "manifest": lambda frame, domain, swarm: read_manifest(frame),
     "manifest_request": lambda frame, domain, swarm: read_manifest_request(frame),
     "manifest_response": lambda frame, domain, swarm: read_manifest_response(frame),
     "session": lambda frame, domain, swarm: read_session(frame, swarm),
-    "session_response": lambda frame, domain, swarm: read_session_response(frame),
     "summary": lambda frame, domain, swarm: read_summary(frame, swarm),
-    "summary_request": lambda frame, domain, swarm: read_summary_request(frame),
-    "summary_response": lambda frame, domain, swarm: read_summary_response(frame),
 }
 DERIVATIONS = {
     "peer_id": lambda key: peer_id(bytes.fromhex(key)),

@@ -8,7 +8,6 @@ from check_frames import (
     BYTES,
     COUNTS,
     ENVELOPE,
-    EXACT,
     FLOATS,
     REGISTRY,
     Refused,
@@ -62,14 +61,14 @@ GROUPS_RESPONSE = {"groups": [{"status": ("ok", "unknown", "busy"), "body": byte
 def check_group(group):
     task, sampling, completions = group["task"], group["sampling"], group["completions"]
     name(task["id"], BYTES["task_id"])
-    name(task["version"], BYTES["task_version"])
+    name(task["version"], BYTES["version"])
     counter(task["seed"], group["policy_version"], group["created_at"], group["sequence"])
     require(task["seed"] % 2 ** COUNTS["index_bits"] == 0)
     require(0 <= task["index"] < 2 ** COUNTS["index_bits"])
     require(0 <= task["difficulty"] <= COUNTS["difficulty"])
-    require(len(group["model"]) == len(group["tokenizer"]) == EXACT["fingerprint"])
+    require(len(group["model"]) == len(group["tokenizer"]) == BYTES["fingerprint"])
     check_sampling(**sampling)
-    require(COUNTS["min_completions"] <= len(completions) <= COUNTS["max_completions"])
+    require(COUNTS["min_completions"] <= len(completions) <= COUNTS["completions"])
     for completion in completions:
         tokens, packed = completion["tokens"], completion["logprobs"]
         require(len(completion["text"].encode()) <= BYTES["text"])
@@ -109,7 +108,7 @@ def check_turns(completion, most):
 def open_group(frame, domain, swarm):
     envelope = decode(frame, BYTES["group"], ENVELOPE)
     require(
-        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
     )
     verify(envelope, domain, swarm)
     payload = (
@@ -130,7 +129,7 @@ def open_group(frame, domain, swarm):
 def read_listing_request(frame):
     request = decode(frame, BYTES["listing_request"], LISTING_REQUEST)
     require(
-        len(request["swarm"]) == EXACT["swarm_id"] and len(request["life"]) in (0, EXACT["life"])
+        len(request["swarm"]) == BYTES["swarm_id"] and len(request["life"]) in (0, BYTES["life"])
     )
     counter(request["position"])
     require(request["life"] or request["position"] == 0)
@@ -141,11 +140,11 @@ def read_listing_request(frame):
 def read_listing_response(frame):
     response = decode(frame, BYTES["listing_response"], LISTING_RESPONSE)
     groups = response["groups"]
-    require(len(response["life"]) == EXACT["life"])
+    require(len(response["life"]) == BYTES["life"])
     counter(response["position"])
     require(len(groups) <= COUNTS["listed"] and (not groups or response["status"] == "ok"))
     for content, author, task, created_at, size, spread in groups:
-        require(len(content) == EXACT["content_id"] and len(author) == EXACT["key"])
+        require(len(content) == BYTES["content_id"] and len(author) == BYTES["key"])
         name(task, BYTES["task_id"])
         counter(created_at)
         require(1 <= size <= BYTES["group"])
@@ -158,7 +157,7 @@ def read_listing_response(frame):
 def read_groups_request(frame):
     contents = decode(frame, BYTES["groups_request"], GROUPS_REQUEST)["contents"]
     require(1 <= len(contents) <= COUNTS["pulled"] and len(set(contents)) == len(contents))
-    require(all(len(content) == EXACT["content_id"] for content in contents))
+    require(all(len(content) == BYTES["content_id"] for content in contents))
     return {"contents": contents}
 
 

@@ -5,7 +5,7 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, require
+from check_frames import BYTES, COUNTS, FLOATS, Maybe, Row, counter, decode, require
 
 CODEC = ("float32", "bfloat16", "int8")
 REASON = ("device", "not_finite")
@@ -22,7 +22,6 @@ BODIES = {  # type → fields behind `place`
     "learnt": {
         "micro_batch": int,
         "loss": float,
-        "clipped": float,
         "entropy": float,
         "tokens": float,
         "weights": float,
@@ -43,17 +42,12 @@ BODIES = {  # type → fields behind `place`
 }
 HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
 LOSS = {
-    "old_logprobs": bytes,
+    "sampler_logprobs": bytes,
     "advantages": bytes,
     "weights": bytes,
     "normalizer": float,
-    "loss_type": ("dapo", "grpo", "dr_grpo", "gspo", "cispo"),
-    "epsilon": float,
-    "epsilon_high": float,
-    "delta": Maybe(float),
-    "sampled": [bool],
-    "correction": ("tis", "mis", "icepop"),
-    "level": ("token", "sequence"),
+    "loss_type": ("dapo", "grpo", "dr_grpo"),
+    "correction": ("tis", "icepop"),
 }
 MICRO_BATCH = {
     "prompt_lengths": [int],
@@ -94,7 +88,7 @@ def read_frame(data, crew):
 def body_bytes(header, crew):
     """Check a header and return the length of its body (section 4)."""
     place, rows = header["place"], header.get("rows", 1)
-    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
+    require(len(place[0]) == BYTES["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
     numbers = ("micro_batch", "wave", "number", "attempt")
     counter(place[2], *(header.get(field, 0) for field in numbers))
     require(1 <= rows <= crew["tokens"])
@@ -102,7 +96,7 @@ def body_bytes(header, crew):
     for field, value in header.items():
         if isinstance(value, float):
             require(math.isfinite(value), "not_finite")
-            require(value >= 0 or field in ("loss", "clipped", "entropy"))
+            require(value >= 0 or field in ("loss", "entropy"))
             require(value <= 1 or field != "clip")
     activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
     if header["type"] == "propose":
@@ -217,16 +211,10 @@ def read_micro_batch(data, rows, crew, purpose):
     loss = batch["loss"]
     require((loss is not None) == (purpose == "learn"))
     if loss is not None:
-        finite(loss["old_logprobs"], sum(completions))
+        finite(loss["sampler_logprobs"], sum(completions))
         finite(loss["advantages"], len(completions))
         finite(loss["weights"], len(completions))
-        require(len(loss["sampled"]) == len(completions), "shape")
-        positive(
-            loss["normalizer"],
-            loss["epsilon"],
-            loss["epsilon_high"],
-            1.0 if loss["delta"] is None else loss["delta"],
-        )
+        positive(loss["normalizer"])
     return batch
 
 

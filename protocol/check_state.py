@@ -4,7 +4,7 @@ import hashlib
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, Maybe, counter, decode, require
+from check_frames import BYTES, COUNTS, Maybe, counter, decode, require
 from check_stages import CODEC, PLACE, hidden_bytes
 
 WHAT = ("checkpoint", "layers", "tied", "ends", "copy", "output")
@@ -36,9 +36,9 @@ def read_message(data, crew):
     require(len(data) >= 4 + length, "truncated")
     header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
     place, body = header["place"], data[4 + length :]
-    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
+    require(len(place[0]) == BYTES["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
     counter(place[2], *[value for value in header.values() if type(value) is int])
-    root = EXACT["record_hash"] if header["type"] == "have" or header.get("at") else 0
+    root = BYTES["record_hash"] if header["type"] == "have" or header.get("at") else 0
     if header["type"] in ("have", "want"):
         require(len(header["root"]) == root)
     if header["type"] == "have":

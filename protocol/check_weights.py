@@ -6,7 +6,6 @@ from check_frames import (
     BYTES,
     COUNTS,
     ENVELOPE,
-    EXACT,
     REGISTRY,
     code,
     counter,
@@ -62,8 +61,8 @@ def read_weights(frame, cap, shapes):
         ("fingerprint", "fingerprint"),
         ("transfer", "transfer"),
     ):
-        require(len(message.get(field, bytes(EXACT[length]))) == EXACT[length])
-    require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])
+        require(len(message.get(field, bytes(BYTES[length]))) == BYTES[length])
+    require(len(message.get("root", bytes(BYTES["chunk_hash"]))) == BYTES["chunk_hash"])
     counter(message.get("outer_step", 0), message.get("size", 1) - 1, message.get("size", 1))
     require(0 <= message.get("fragment", 0) < COUNTS["fragments"])
     blocks = message.get("blocks", b"\1")
@@ -75,12 +74,12 @@ def read_weights(frame, cap, shapes):
 def read_state_manifest(frame, swarm):
     envelope = decode(frame, BYTES["weights_state_response"], ENVELOPE)
     require(
-        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
     )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["state"].encode(), swarm)
     manifest = decode(envelope["payload"], BYTES["weights_state_response"], STATE_MANIFEST)
-    require(len(manifest["fingerprint"]) == EXACT["fingerprint"])
+    require(len(manifest["fingerprint"]) == BYTES["fingerprint"])
     counter(manifest["outer_step"], manifest["created_at"])
     require(all(a["name"] < b["name"] for a, b in itertools.pairwise(manifest["tensors"])))
     require(all(len(tensor["phi"]) == 32 for tensor in manifest["tensors"]))
@@ -103,10 +102,10 @@ def weights_fragments(layout, fragments):
     return [parts, TEXT.pack_blocks({*blocks.values()}).hex()]
 
 
-def weights_int4(elements, body):
+def weights_int8(elements, body):
     """Return the decoded differences, or the reason to refuse them."""
     try:
-        return TEXT.decode_int4(bytes.fromhex(body), elements)
+        return TEXT.decode_int8(bytes.fromhex(body), elements)
     except ValueError as refused:
         return refused.args[0]
 
@@ -122,5 +121,5 @@ DERIVATIONS = {
     "edge_rank": lambda swarm, **given: TEXT.rank(swarm=bytes.fromhex(swarm), **given).hex(),
     "weights_fingerprint": weights_fingerprint,
     "weights_fragments": weights_fragments,
-    "weights_int4": weights_int4,
+    "weights_int8": weights_int8,
 }

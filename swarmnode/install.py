@@ -20,6 +20,12 @@ from swarmnode.errors import Unavailable
 EXTRAS = {
     "data": ("datasets>=3.0",),
     "gymnasium": ("gymnasium>=1.2",),
+    "math": (
+        "antlr4-python3-runtime==4.13.2",
+        "latex2sympy2-extended==1.11.0",
+        "math-verify==0.9.0",
+        "sympy==1.14.0",
+    ),
     "nvidia": ("nvidia-ml-py>=12",),
     "quant": ("bitsandbytes>=0.45",),
     "tensorboard": ("tensorboard>=2.15",),

@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from swarmnode.errors import SwarmNodeError
+from swarmnode.errors import RestartWanted, SwarmNodeError
 
 PROGRESS_FD = "SWARMNODE_PROGRESS_FD"
 """Environment variable with the descriptor of the progress pipe."""
+RESTART_CODE = 79
+"""Exit code of a process that wants to be restarted (`RestartWanted`). The supervisor never returns
+it. sysexits.h ends at 78."""
 ALIVE_SECONDS = 1.0
 """Shortest interval between repeated reports."""
 
@@ -95,22 +98,26 @@ def loading_modules() -> Iterator[None]:
 
 
 def run_main(name: str, main: Callable[[], int]) -> int:
-    """Run `main` and return its exit code. A `SwarmNodeError` becomes one line on stderr."""
+    """Run `main` and return its exit code. A `SwarmNodeError` or `RestartWanted` becomes one line
+    of the log."""
     try:
         return main()
-    except SwarmNodeError as error:
+    except (SwarmNodeError, RestartWanted) as error:
         first = error
     except BaseExceptionGroup as group:
         # A nursery wraps errors in a group. Any other exception in it is a bug and keeps its
         # traceback.
         leaf = next(leaves(group))
-        if not isinstance(leaf, SwarmNodeError):
+        if not isinstance(leaf, SwarmNodeError | RestartWanted):
             return _crashed(name, group)
         first = leaf
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001
         return _crashed(name, error)
+    if isinstance(first, RestartWanted):
+        logging.getLogger(name).warning("%s", first)
+        return RESTART_CODE
     if logging.getLogger().handlers:
         logging.getLogger(name).error("%s", first)
     else:
@@ -128,9 +135,13 @@ def _crashed(name: str, error: BaseException) -> int:
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions inside nested groups, with `SwarmNodeError` first."""
+    """Yield the exceptions inside nested groups: each `SwarmNodeError` first, `RestartWanted`
+    last."""
+
+    def rank(leaf: BaseException) -> int:
+        return 0 if isinstance(leaf, SwarmNodeError) else 1 + isinstance(leaf, RestartWanted)
+
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
-    inner = [leaf for child in error.exceptions for leaf in leaves(child)]
-    yield from sorted(inner, key=lambda leaf: not isinstance(leaf, SwarmNodeError))
+    yield from sorted((leaf for each in error.exceptions for leaf in leaves(each)), key=rank)

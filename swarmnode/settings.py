@@ -26,6 +26,7 @@ from swarmnode import model_defaults
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
+from swarmnode.gguf import is_gguf
 from swarmnode.install import install_command
 
 ENV_PREFIX = "SWARMNODE_"
@@ -159,8 +160,10 @@ def save(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
 
 def _with_absolute_paths(key: str, setting: object) -> object:
     """Return a setting with absolute paths of models and datasets, for any working directory."""
-    if key == "policy.model" and isinstance(setting, str) and Path(setting).expanduser().is_dir():
-        return str(Path(setting).expanduser().absolute())
+    if key == "policy.model" and isinstance(setting, str):
+        path = Path(setting).expanduser()
+        is_file = is_gguf(setting) and path.is_file()
+        return str(path.absolute()) if path.is_dir() or is_file else setting
     if key == "task.datasets" and isinstance(setting, Mapping):
         return {
             name: {
@@ -401,19 +404,20 @@ def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
     return [f"this machine has an NVIDIA GPU, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
 
 
-def unsuitable_values(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
+def unsuitable_values(config: Config) -> list[str]:
     """Return a warning, with the remedy, for each value that does not suit the model."""
-    kind = model_defaults.defaults_for(policy.model, policy.lora.r)
+    policy, training, kind = config.policy, config.training, config.model_defaults
     found = []
     if training.learning_rate >= kind.spoiling_rate:
         found.append(
             f"training.learning_rate = {training.learning_rate:g} with {kind.trained} of"
-            f" {policy.model} spoils it: set about {kind.learning_rate:g}"
+            f" {policy.model} probably spoils it: set about {kind.learning_rate:g}"
         )
     if training.max_completion_length < kind.shortest_answer:
         found.append(
-            f"training.max_completion_length = {training.max_completion_length} cuts nearly every"
-            f" answer of {policy.model}: set {kind.max_completion_length} or more"
+            f"training.max_completion_length = {training.max_completion_length} is the length of"
+            f" the embedded policy, not of {policy.model}: set {kind.max_completion_length}, or the"
+            " longest answer of your tasks"
         )
     return found
 
@@ -595,10 +599,13 @@ def reference() -> str:
 
 def _for_other_models(name: str) -> str:
     """Return the defaults of a training key for models other than the embedded policy."""
-    whole = model_defaults.ALL_WEIGHTS.values()[name]
-    adapter = model_defaults.ADAPTER.values()[name]
-    other = f"another model: {whole!r}"
-    return other if adapter == whole else f"{other}, an adapter of one: {adapter!r}"
+    if name != "learning_rate":
+        return f"another model: {model_defaults.ANSWER_TOKENS}"
+    low, high = model_defaults.SMALLEST_RATE, model_defaults.LARGEST_RATE
+    return (
+        f"another model, by its size: {high:g} to {low:g}; an adapter with alpha"
+        f" {model_defaults.ADAPTER_ALPHA}: {model_defaults.ADAPTER_FACTOR:g} times that"
+    )
 
 
 def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:

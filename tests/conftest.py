@@ -1,15 +1,18 @@
-"""Order of the test files, groups of tests that must not be skipped, and CPU time by file.
+"""Order of the test files, groups of tests that must not be skipped, an end for workers that hang,
+and CPU time by file.
 
 Five workers share the files (`--dist loadfile`) on two cores, because many tests wait. The longest
 files run first, so that no worker starts one at the end.
 """
 
 import collections
+import faulthandler
 import gc
 import json
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -42,6 +45,33 @@ def _restored_logging():
         root.removeHandler(handler)
         handler.close()
     root.setLevel(level)
+
+
+GRACE_SECONDS = 120.0
+"""Time after a test's limit, for its teardown."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """End the worker, with the stacks of its threads, if a test does not end. The limit of
+    pytest-timeout is an exception in the main thread: a test that waits in a `finally` or for a
+    thread continues to wait."""
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    stderr = item.config.stash[STDERR]
+
+    def end():
+        os.write(stderr, f"\n{item.nodeid} hangs, its worker ends\n".encode())
+        faulthandler.dump_traceback(stderr, all_threads=True)
+        os._exit(1)
+
+    timer = threading.Timer(limit + GRACE_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
 
 
 def pytest_collection_modifyitems(items):
@@ -78,7 +108,13 @@ def pytest_addoption(parser):
     )
 
 
+STDERR = pytest.StashKey[int]()
+"""The standard error of the run. That of a test is captured."""
+
+
 def pytest_configure(config):
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.dup(2)
     if hasattr(config.option, "loadscopereorder"):
         # xdist would start with the files that have most tests; the longest files have one test
         config.option.loadscopereorder = False

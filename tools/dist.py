@@ -1,7 +1,7 @@
 """Build the release files and try them without the checkout: `make dist`.
 
 checkout → sdist → unpacked, links of README.md rewritten for PyPI → dist/*.tar.gz, dist/*.whl
-→ twine check → fresh virtual environment with the wheel → swarmnode demo
+→ twine check → fresh virtual environment with the wheel → swarmnode demo --tiny
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def try_wheel(directory: Path, wheel: Path, torch_index: str) -> None:
     run(*pip, "--no-deps", wheel.absolute(), cwd=directory)
     home = {"HOME": str(directory), "XDG_CONFIG_HOME": str(directory), "PYTHONPATH": ""}
     run(python.with_name("swarmnode"), "--version", cwd=directory, env=home)
-    run(python.with_name("swarmnode"), "demo", "--http-port", "0", cwd=directory, env=home)
+    run(
+        python.with_name("swarmnode"), "demo", "--tiny", "--http-port", "0", cwd=directory, env=home
+    )
 
 
 def run(*command: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:

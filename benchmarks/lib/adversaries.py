@@ -20,23 +20,23 @@ import msgspec
 
 from benchmarks.lib import marks
 from benchmarks.lib.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm, make_key
-from swarmnode.averaging.gate import norm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
-from swarmnode.rollouts.admission import Admission, Refusal
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.network.admission import Admission, Refusal
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.sampling import PROBATION_GROUPS
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import GymTask
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.judge import judge
+from swarmnode.weights.trainer.gate import norm
 from swarmnode.wire.codec import encode
 from swarmnode.wire.envelope import peer_id, seal, sign, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
@@ -142,7 +142,7 @@ class HostileSwarm(Swarm):
                     self._guard(self._deliver, node, sender, frame)
 
     def _deliver(self, node: Node, sender: Node, frame: bytes) -> None:
-        """Deliver a frame to an honest node, as `rollouts.exchange` does."""
+        """Deliver a frame to an honest node, as `rollouts.network.exchange` does."""
         gate, reputation = self.gates[node.index]
         result = gate.check(frame, self.now)
         if not isinstance(result, Refusal):

@@ -31,10 +31,10 @@ from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
+from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
-from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.judge import judge
 from swarmnode.wire.messages import TaskRef
 
 if TYPE_CHECKING:
@@ -242,12 +242,11 @@ def _worth(self: Adversary, group: TrainingGroup, pull: Sequence[torch.Tensor]) 
     objective = Objective.of(victim.training)
     loss = policy_loss(
         logprobs,
-        logprobs.detach(),
         rows.advantages[indices],
         batch.completion_mask,
         objective,
         objective.normalizer(lengths),
-        weights=rows.weights[indices],
+        weights=rows.weights[indices].unsqueeze(1),
     ).loss
     gradients = torch.autograd.grad(loss, victim.policy.trainable_parameters())
     return -sum(float((g * p).sum()) for g, p in zip(gradients, pull, strict=True))

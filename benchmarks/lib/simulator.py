@@ -13,7 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -23,30 +23,28 @@ import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.lib import marks
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, LossProbe, norm
-from swarmnode.averaging.outer import OuterState, Tensors, prepare
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
-from swarmnode.rollouts.authors import AuthorTrust
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
-from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.network.authors import AuthorTrust
+from swarmnode.rollouts.network.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.rollouts.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
+from swarmnode.rollouts.trainer.needed import Rescore
+from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
-from swarmnode.trainer.needed import Rescore
-from swarmnode.trainer.quota import TokenQuota
-from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.update import Updater
-from swarmnode.weights.rule import make_rule
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import AveragingGate, GateDecision, Losses, LossProbe, norm
+from swarmnode.weights.trainer.outer import OuterState, Tensors, host_copy, prepare
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import swarm_id
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
@@ -64,8 +62,6 @@ class Sharing:
     """Treatment of external groups. The defaults are the product's."""
 
     checks: ExternalChecks = field(default_factory=ExternalChecks)
-    corrected: bool = True
-    """Weigh external completions by their importance ratio."""
     uniform: bool = False
     """Draw uniformly from the groups of this round."""
     quota: bool = True
@@ -85,7 +81,7 @@ UNCHECKED = ExternalChecks(
     temperature_factor=1e9,
     least_probability=0,
 )
-PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
+PAPER = Sharing(UNCHECKED, uniform=True)
 """SAPO's treatment: groups are drawn uniformly and used as if they were sampled here."""
 
 
@@ -141,11 +137,9 @@ class Arm:
     average: int = 0
     """Rounds between two outer steps of all nodes in random pairs: NoLoCo with the product's gate
     and int8 payloads. 0 takes none."""
-    replay: bool = False
-    """Fill a batch that lacks useful groups with groups of the last steps, as a real node does."""
 
 
-PRODUCT = Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True)
+PRODUCT = Arm("swarmnode", None, Sharing(), keep_pool=True)
 
 
 @dataclass
@@ -206,12 +200,12 @@ class Averaging:
     def __init__(self, policy: Policy, batcher: MicroBatcher, temperature: float) -> None:
         self.tensors = AveragedTensors(trainable(policy.model), 1, threading.Lock())
         self.probe = LossProbe(policy, batcher, temperature, self.tensors)
-        self.outer = OuterState(self.tensors.parameters, make_rule("noloco"))
+        self.outer = OuterState(self.tensors.parameters)
         self.gate = AveragingGate()
 
     def copy(self) -> tuple[Tensors, bytes]:
         """Return the weights, and their payload for a partner."""
-        snapshot = self.tensors.copy(0)
+        snapshot = host_copy(self.tensors.parameters)
         return snapshot, self.tensors.encode(0, snapshot, norm(snapshot, minus=self.outer.phi))
 
     def step(self, peer: str, snapshot: Tensors, payload: bytes) -> str:
@@ -260,7 +254,6 @@ class Node:
         self.split: AdaptiveSplit | FixedSplit = (
             AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         )
-        self.replay = ReplayBuffer(USES if arm.replay else 0)
         self.sequence = self.version = self.step = 0
         self._backlog: list[ExternalGroup] = []
         self.used: Counter[str] = Counter()
@@ -359,12 +352,7 @@ class Node:
             self.on_judged(group.peer, outcome)
         if not self.arm.keep_pool:
             self.pool = self._new_pool()
-        if sharing.corrected:
-            return judged.accepted
-        return [
-            replace(group, weights=[float(w > 0) for w in group.weights])
-            for group in judged.accepted
-        ]
+        return judged.accepted
 
     def _new_pool(self) -> Pool | RoundPool:
         return RoundPool() if self.arm.sharing.uniform else Pool()
@@ -380,19 +368,13 @@ class Node:
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
-        self.replay.observe(mine)
         if self.arm.oversample:
             useful = [group for group in mine if is_useful(group.rewards)]
             mine = useful[: self.training.groups_per_step]
-        fresh = mine + external
-        batch = fresh + self.replay.take(missing_groups(self.training.groups_per_step, fresh))
-        if batch:
+        if batch := mine + external:
             done = self.updater.update(assemble(batch, self.training.advantage))
             self.version += done.stepped
         self.step += 1
-        self.replay.store(fresh, self.step)
-        if isinstance(self.split, AdaptiveSplit):
-            self.split.replayable = self.replay.spared_groups
         self.split.observe(sum(is_useful(group.rewards) for group in external))
         return {
             "reward_own": fmean(fmean(o.rewards) for o in own),

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnode.stages.wire import stage_specs, swapped_order
+from swarmnode.stages.specs import stage_specs, swapped_order
 
 STAGES, VOCABULARY = 8, 96
 WIDTH, HEADS, MLP = 32, 2, 88

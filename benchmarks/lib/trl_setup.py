@@ -7,7 +7,7 @@ from typing import Any
 import trl
 
 from swarmnode.config import TrainingConfig
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, MAX_GRAD_NORM, WEIGHT_DECAY
+from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY
 
 
 def grpo_config(
@@ -39,9 +39,6 @@ def grpo_config(
         max_grad_norm=MAX_GRAD_NORM,
         loss_type=training.loss_type,
         scale_rewards="group",
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        delta=DELTA,
         beta=training.beta,
         num_iterations=1,
         logging_strategy="no",

@@ -82,8 +82,17 @@ def gauge(metric: str, **labels: str) -> str:
     return f"{metric}{{{', '.join(matchers)}}}"
 
 
+ALERTS = p(
+    "Alerts",
+    (f"sum by (alertstate, severity, alertname, instance) (ALERTS{{{I}}})", ""),
+    kind="table",
+    width=24,
+)
+"""The alerts of deploy/prometheus/rules.yml, from the series that Prometheus writes for them."""
+
 NODE: dict[str, list[Panel]] = {
     "State": [
+        ALERTS,
         p("Ready", gauge("swarmnode_ready"), kind="stat", unit="bool_yes_no", width=3),
         p(
             "Trainer",
@@ -91,7 +100,12 @@ NODE: dict[str, list[Panel]] = {
             kind="state",
             width=5,
         ),
-        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), kind="stat", width=4),
+        p(
+            "Held-out reward",
+            (gauge("swarmnode_reward", source="held_out"), "questions {{questions}}"),
+            kind="stat",
+            width=4,
+        ),
         p("Policy version", gauge("swarmnode_policy_version"), kind="stat", width=4),
         p("Steps a crash would lose", gauge("swarmnode_unsaved_steps"), kind="stat", width=4),
         p(
@@ -105,16 +119,16 @@ NODE: dict[str, list[Panel]] = {
     "Learning": [
         p(
             "Reward",
-            (gauge("swarmnode_reward"), "{{source}}"),
+            (gauge("swarmnode_reward"), "{{source}} ({{questions}})"),
             (
-                f"{gauge('swarmnode_reward', source='held_out')} - ignoring(source)"
+                f"{gauge('swarmnode_reward', source='held_out')} - ignoring(source, questions)"
                 f" 2 * {gauge('swarmnode_reward_held_out_error')}",
-                "held_out − 2 standard errors",
+                "held_out − 2 standard errors ({{questions}})",
             ),
             (
-                f"{gauge('swarmnode_reward', source='held_out')} + ignoring(source)"
+                f"{gauge('swarmnode_reward', source='held_out')} + ignoring(source, questions)"
                 f" 2 * {gauge('swarmnode_reward_held_out_error')}",
-                "held_out + 2 standard errors",
+                "held_out + 2 standard errors ({{questions}})",
             ),
             top=1,
             width=12,
@@ -128,7 +142,6 @@ NODE: dict[str, list[Panel]] = {
             width=6,
         ),
         p("Entropy", gauge("swarmnode_entropy"), width=6),
-        p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
         p("Gradient norm", gauge("swarmnode_gradient_norm"), width=6),
         p(
             "Completion length, tokens",
@@ -137,7 +150,8 @@ NODE: dict[str, list[Panel]] = {
         ),
         p(
             "Completions cut at the length limit",
-            gauge("swarmnode_completion_cut_share"),
+            (gauge("swarmnode_completion_cut_share"), "cut"),
+            (gauge("swarmnode_cut_rewarded_share"), "cut, with reward 1"),
             unit="percentunit",
             top=1,
             width=6,
@@ -146,6 +160,10 @@ NODE: dict[str, list[Panel]] = {
         p(
             "Failed rewards per hour",
             (f"sum by (task) (increase(swarmnode_reward_errors_total{{{I}}}[1h]))", "{{task}}"),
+            (
+                f"sum by (task) (increase(swarmnode_sandbox_refusals_total{{{I}}}[1h]))",
+                "{{task}}: refused by the sandbox",
+            ),
             width=6,
         ),
         p(
@@ -167,7 +185,7 @@ NODE: dict[str, list[Panel]] = {
         p("Parts of a step", (gauge("swarmnode_phase_seconds"), "{{phase}}"), unit="s", stack=True),
         p(
             "Tokens per second",
-            (gauge("swarmnode_tokens_per_second"), "while sampling"),
+            (gauge("swarmnode_tokens_per_second"), "per second of a step"),
             (rate("swarmnode_tokens_total", "use"), "{{use}}, overall"),
         ),
         p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), unit="bytes"),
@@ -199,6 +217,17 @@ NODE: dict[str, list[Panel]] = {
         ),
         p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
         p(
+            "The last save of the state failed",
+            gauge("swarmnode_state_save_failed"),
+            unit="bool_yes_no",
+            top=1,
+        ),
+        p(
+            "A save is overdue",
+            f"time() - {gauge('swarmnode_state_due_timestamp_seconds')}",
+            unit="s",
+        ),
+        p(
             "Disk of the data directory",
             (gauge("swarmnode_disk_free_bytes"), "free"),
             (gauge("swarmnode_disk_size_bytes"), "size"),
@@ -228,10 +257,9 @@ NODE: dict[str, list[Panel]] = {
             top=1,
         ),
         p(
-            "Majority votes for the most frequent answer",
-            gauge("swarmnode_top_answer_share"),
-            unit="percentunit",
-            top=1,
+            "Learning problem",
+            (f"{gauge('swarmnode_learning_problem')} == 1", "{{problem}}"),
+            kind="state",
         ),
     ],
     "Stage": [
@@ -271,12 +299,21 @@ NODE: dict[str, list[Panel]] = {
 }
 
 SWARM: dict[str, list[Panel]] = {
+    "Alerts": [ALERTS],
     "Does sharing help": [
-        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), top=1, width=12),
+        p(
+            "Held-out reward",
+            (gauge("swarmnode_reward", source="held_out"), "{{instance}} ({{questions}})"),
+            top=1,
+            width=12,
+        ),
         p(
             "Reward of peers' groups minus own",
-            f"{gauge('swarmnode_reward', source='external')} - ignoring(source)"
-            f" {gauge('swarmnode_reward', source='own')}",
+            (
+                f"{gauge('swarmnode_reward', source='external')} - ignoring(source)"
+                f" {gauge('swarmnode_reward', source='own')}",
+                "{{instance}} ({{questions}})",
+            ),
             width=12,
         ),
         p(
@@ -397,7 +434,11 @@ SWARM: dict[str, list[Panel]] = {
         ),
     ],
     "Network": [
-        p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}")),
+        p(
+            "Peers",
+            (gauge("swarmnode_peers"), "{{instance}} {{direction}}"),
+            (gauge("swarmnode_peers_known"), "{{instance}} known"),
+        ),
         p(
             "Can strangers dial the node?",
             (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"),
@@ -551,8 +592,7 @@ BOARDS = {
 }
 COLLAPSED = {
     "Optional features": (
-        "an accelerator, training.beta, an inference server, tasks of several turns, the verifier"
-        " `majority`"
+        "an accelerator, training.beta, an inference server, tasks of several turns"
     ),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",
@@ -616,6 +656,10 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     once = {"table": {"instant": True, "format": "table"}, "state": {"instant": True}}.get(
         panel.kind, {}
     )
+    made: dict[str, Any] = {}
+    if panel is ALERTS:
+        hidden = {"Time": True, "Value": True}
+        made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
     targets = [
         {
             "refId": chr(ord("A") + i),
@@ -632,17 +676,19 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         "title": panel.title,
         "description": "\n".join(
             f"`{name}`: {FAMILIES[name].help}" for name in names if name in FAMILIES
-        ),
+        )
+        or "Alerts that fire or are pending. docs/monitoring.md has the remedies.",
         "datasource": SOURCE,
         "gridPos": {
             "x": x,
             "y": y,
             "w": panel.width,
-            "h": {"stat": 4, "state": 4, "table": 4}.get(panel.kind, 8),
+            "h": 6 if panel is ALERTS else {"stat": 4, "state": 4, "table": 4}.get(panel.kind, 8),
         },
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
         "targets": targets,
+        **made,
     }
 
 
@@ -713,9 +759,22 @@ def dashboard(uid: str) -> dict[str, Any]:
                 "icon": "external link",
             }
         ],
-        "annotations": {"list": []},
+        "annotations": {"list": [NEW_QUESTIONS]},
         "panels": panels,
     }
+
+
+held_out = gauge("swarmnode_reward", source="held_out")
+NEW_QUESTIONS = {
+    "name": "Other held-out questions",
+    "datasource": SOURCE,
+    "enable": True,
+    "iconColor": "orange",
+    "expr": f"{held_out} unless {held_out} offset 2m",
+    "step": "60s",
+    "titleFormat": "{{instance}}: held-out questions {{questions}}",
+}
+"""A mark where the tasks of a node change; rewards on its two sides are not comparable."""
 
 
 def metrics_table() -> str:

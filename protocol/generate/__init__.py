@@ -1,1 +1,1 @@
-"""Generators of protocol/vectors and protocol/schema: `python -m protocol.generate.vectors`."""
+"""Generators of protocol/registry.toml, schema/ and vectors/: `python -m protocol.generate`."""

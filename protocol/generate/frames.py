@@ -11,14 +11,13 @@ import copy
 import hashlib
 import itertools
 import struct
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarmnode.wire import envelope as envelopes
 from swarmnode.wire import ids
 from swarmnode.wire.envelope import peer_id, sign
 from swarmnode.wire.manifest import swarm_id
@@ -97,10 +96,8 @@ def sealed(message: dict[str, Any] | bytes, codec: Any = "raw") -> bytes:
 
 
 SMALL_ORDER_KEYS = [
-    bytes.fromhex(text)[:31] + bytes([bytes.fromhex(text)[31] | sign])
-    for text in tomllib.loads(
-        (Path(__file__).parents[1] / "registry.toml").read_text(encoding="utf-8")
-    )["small_order_keys"]
+    key[:31] + bytes([key[31] | sign])
+    for key in sorted(envelopes.SMALL_ORDER_KEYS)
     for sign in (0, 0x80)
 ]
 """All encodings of points whose order divides 8, with either sign of x: 32 bytes each."""

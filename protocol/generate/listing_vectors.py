@@ -50,39 +50,9 @@ def polls() -> Iterator[Vector]:
     for patience in (-1, limits.PATIENCE_SECONDS + 1):
         frame = pack({**REQUEST, "patience": patience})
         yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
-    for name, frame in (
-        ("a patience of 2.5 s", pack({**REQUEST, "patience": 2.5})),
-        ("a request without its patience", pack(without(REQUEST, "patience"))),
-    ):
-        yield rejected("schema", name, frame, "listing_request")
     yield rejected(
         "bounds", "a position without a life", pack({**beginning, "position": 1}), "listing_request"
     )
-    yield rejected(
-        "bounds",
-        "a position beyond 63 bits",
-        pack({**REQUEST, "position": 2**63}),
-        "listing_request",
-    )
-    yield rejected(
-        "bounds", "a life of 7 bytes", pack({**REQUEST, "life": LIFE[:7]}), "listing_request"
-    )
-    yield rejected(
-        "bounds",
-        "a request with a swarm id of 31 bytes",
-        pack({**REQUEST, "swarm": SWARM[:31]}),
-        "listing_request",
-    )
-    yield rejected(
-        "schema", "a request with an extra field", pack({**REQUEST, "most": 64}), "listing_request"
-    )
-    yield rejected(
-        "schema",
-        "a request without a position",
-        pack(without(REQUEST, "position")),
-        "listing_request",
-    )
-    yield rejected("malformed", "a request, truncated", pack(REQUEST)[:-1], "listing_request")
     yield rejected(
         "oversize",
         "a request of 97 bytes",
@@ -120,15 +90,10 @@ def polls() -> Iterator[Vector]:
     yield rejected(
         "bounds", "groups and no ok", pack({**LISTING, "status": "busy"}), "listing_response"
     )
-    yield rejected("bounds", "no life", pack({**LISTING, "life": b""}), "listing_response")
     for name, place, value in (
-        ("31 bytes of content id", 0, b"\x33" * 31),
-        ("33 bytes of key", 1, AUTHOR + b"\0"),
         ("no task", 2, ""),
         ("a task with a space", 2, "rg/chain sum"),
         ("65 characters of task", 2, "a" * 65),
-        ("made before time", 3, -1),
-        ("made beyond 63 bits", 3, 2**63),
         ("a group of no bytes", 4, 0),
         ("a group of more than 1 MiB", 4, limits.GROUP_BYTES + 1),
         ("more spread than rewards have", 5, 0.5625),
@@ -137,19 +102,6 @@ def polls() -> Iterator[Vector]:
         yield rejected(
             "bounds", name, pack(changed(LISTING, f"groups.0.{place}", value)), "listing_response"
         )
-    for name, spread in (("NaN", float("nan")), ("infinite", float("inf"))):
-        yield rejected(
-            "not_finite",
-            f"spread is {name}",
-            pack(changed(LISTING, "groups.0.5", spread)),
-            "listing_response",
-        )
-    yield rejected(
-        "malformed",
-        "spread is an integer",
-        pack(changed(LISTING, "groups.0.5", 0)),
-        "listing_response",
-    )
     yield rejected(
         "schema",
         "a group with an extra claim",
@@ -161,9 +113,6 @@ def polls() -> Iterator[Vector]:
         "a group with a missing claim",
         pack(changed(LISTING, "groups.0", LISTED[:-1])),
         "listing_response",
-    )
-    yield rejected(
-        "schema", "a listing without a life", pack(without(LISTING, "life")), "listing_response"
     )
     yield rejected(
         "oversize",
@@ -197,16 +146,6 @@ def fetches() -> Iterator[Vector]:
         "bounds",
         "a fetch of one group twice",
         pack({"contents": contents[:1] * 2}),
-        "groups_request",
-    )
-    yield rejected(
-        "bounds", "a fetch of 31 bytes", pack({"contents": [contents[0][:31]]}), "groups_request"
-    )
-    yield rejected("schema", "a fetch of text", pack({"contents": ["3" * 32]}), "groups_request")
-    yield rejected(
-        "schema",
-        "a fetch with an offset",
-        pack({"contents": contents[:1], "offset": 0}),
         "groups_request",
     )
     group = {"status": "ok", "body": sealed(GROUP)}

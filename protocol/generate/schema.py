@@ -1,5 +1,4 @@
-"""JSON Schemas of the messages, for other implementations: `python -m protocol.generate.schema
-[DIRECTORY]`.
+"""JSON Schemas of the messages, for other implementations.
 
 They define names, order, types and choices. Limits are in protocol/registry.toml and in the text.
 JSON has no bytes: where a schema says base64, the wire has msgpack `bin`.
@@ -8,74 +7,73 @@ JSON has no bytes: where a schema says base64, the wire has msgpack `bin`.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import re
+from typing import Any, get_args
 
 import msgspec
 
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, ListingRequest, ListingResponse
-from swarmnode.wire.messages import (
-    BulkManifest,
-    BulkManifestRequest,
-    BulkManifestResponse,
-    BulkRequest,
-    BulkResponse,
-    Envelope,
-    ManifestRequest,
-    ManifestResponse,
-    PeersRequest,
-    PeersResponse,
-    RolloutGroup,
-    Session,
-    SessionResponse,
-    Summary,
-    SummaryRequest,
-    SummaryResponse,
-    SwarmManifest,
+from swarmnode.stages.crew_messages import (
+    CrewMessage,
+    CrewRecord,
+    HeldBlock,
+    StreamOpen,
+    StreamReady,
 )
+from swarmnode.stages.stage_frames import Frame, MicroBatch, WaveDescription
+from swarmnode.stages.state_messages import AnyStateMessage
+from swarmnode.weights import messages as weights
+from swarmnode.weights.network.newcomer import StateManifest
+from swarmnode.weights.payload import Header
+from swarmnode.wire import listings, messages
 
-MESSAGES: dict[str, type[msgspec.Struct]] = {
-    "rollout_group": RolloutGroup,
-    "envelope": Envelope,
-    "listing_request": ListingRequest,
-    "listing_response": ListingResponse,
-    "groups_request": GroupsRequest,
-    "groups_response": GroupsResponse,
-    "peers_request": PeersRequest,
-    "peers_response": PeersResponse,
-    "manifest": SwarmManifest,
-    "manifest_request": ManifestRequest,
-    "manifest_response": ManifestResponse,
-    "session": Session,
-    "session_response": SessionResponse,
-    "summary": Summary,
-    "summary_request": SummaryRequest,
-    "summary_response": SummaryResponse,
-    "bulk_manifest": BulkManifest,
-    "bulk_manifest_request": BulkManifestRequest,
-    "bulk_manifest_response": BulkManifestResponse,
-    "bulk_request": BulkRequest,
-    "bulk_response": BulkResponse,
+Message = type[msgspec.Struct]
+
+
+def _tagged(prefix: str, *kinds: Message) -> dict[str, Message]:
+    return {f"{prefix}_{kind.__struct_config__.tag}": kind for kind in kinds}
+
+
+def _named(prefix: str, *kinds: Message) -> dict[str, Message]:
+    words = lambda kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    return {prefix + words(kind): kind for kind in kinds}
+
+
+MESSAGES: dict[str, Message] = {
+    **_named(
+        "",
+        *(messages.RolloutGroup, messages.Envelope),
+        *(listings.ListingRequest, listings.ListingResponse),
+        *(listings.GroupsRequest, listings.GroupsResponse),
+        *(messages.NeighboursRequest, messages.NeighboursResponse),
+        *(messages.ManifestRequest, messages.ManifestResponse),
+        *(messages.Session, messages.Summary),
+        *(messages.BulkManifest, messages.BulkManifestRequest, messages.BulkManifestResponse),
+        *(messages.BulkRequest, messages.BulkResponse),
+        *(CrewRecord, HeldBlock),
+    ),
+    "manifest": messages.SwarmManifest,
+    **_tagged("weights", weights.Here, weights.Swap, weights.Accepted, weights.Busy),
+    **_tagged("weights", weights.Refused, weights.Payload, weights.Ready),
+    **_named("weights_", weights.StateRequest, weights.StateResponse, StateManifest),
+    "weights_payload_header": Header,
+    **_tagged("stage", *get_args(Frame)),
+    **_tagged("state", *get_args(AnyStateMessage)),
+    **_tagged("crews", *get_args(CrewMessage)),
+    **_named("stage_", StreamOpen, StreamReady, MicroBatch),
+    "stage_wave": WaveDescription,
 }
 """File name to message."""
 
 
 def schemas() -> dict[str, str]:
     """Return the content of each file of protocol/schema by name."""
-    return render(MESSAGES)
-
-
-def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
-    """Return the schema files of `messages`."""
     return {
         f"{name}.json": json.dumps(_schema(message), indent=1) + "\n"
-        for name, message in messages.items()
+        for name, message in MESSAGES.items()
     }
 
 
-def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
+def _schema(message: Message) -> dict[str, Any]:
     schema = msgspec.json.schema(message)
     for definition in schema["$defs"].values():
         if "properties" not in definition:
@@ -86,14 +84,3 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
         for field in definition["properties"].values():
             field.pop("default", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def write(rendered: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Write schema files to the directory that is the only argument, or to protocol/schema."""
-    directory = Path(arguments[0] if arguments else "protocol/schema")
-    for name, content in rendered.items():
-        (directory / name).write_text(content)
-
-
-if __name__ == "__main__":
-    write(schemas(), sys.argv[1:])

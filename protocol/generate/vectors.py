@@ -1,5 +1,4 @@
-"""Write protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The output is the same
-on every machine.
+"""The files of protocol/vectors.
 
 Hostile frames whose fault is inside the payload are signed by the same key as honest frames.
 """
@@ -9,9 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,12 +19,13 @@ from protocol.generate import (
     crew_vectors,
     listing_vectors,
     manifest_vectors,
+    neighbour_vectors,
     stage_vectors,
     state_vectors,
-    summary_vectors,
     task_vectors,
     weight_vectors,
 )
+from protocol.generate.faults import faults
 from protocol.generate.frames import (
     COMPLETION,
     EPISODE,
@@ -542,93 +540,6 @@ def hostile_compression() -> Iterator[Vector]:
     yield rejected("schema", "compressed, but codec says raw", sealed(good))
 
 
-def peers() -> Iterator[Vector]:
-    request: dict[str, Any] = {
-        "swarm": SWARM,
-        "addresses": ["/ip4/192.0.2.7/tcp/9512", "/ip6/2001:db8::7/tcp/9512"],
-    }
-    other: dict[str, Any] = {"peer": PEER, "addresses": ["/ip4/198.51.100.7/tcp/9512"]}
-    response = {"swarm": SWARM, "peers": [other]}
-    yield accepted("a request", "peers_request", pack(request), request)
-    yield accepted(
-        "a request without addresses",
-        "peers_request",
-        pack({**request, "addresses": []}),
-        {**request, "addresses": []},
-    )
-    yield accepted("a response", "peers_response", pack(response), response)
-    yield accepted(
-        "nobody", "peers_response", pack({**response, "peers": []}), {**response, "peers": []}
-    )
-    yield accepted(
-        "32 peers",
-        "peers_response",
-        pack({**response, "peers": [other] * 32}),
-        {**response, "peers": [other] * 32},
-    )
-    yield rejected(
-        "bounds", "33 peers", pack({**response, "peers": [other] * 33}), "peers_response"
-    )
-    yield rejected(
-        "bounds",
-        "9 addresses",
-        pack({**request, "addresses": request["addresses"] * 5}),
-        "peers_request",
-    )
-    yield rejected(
-        "bounds",
-        "9 addresses of a peer",
-        pack(changed(response, "peers.0.addresses", other["addresses"] * 9)),
-        "peers_response",
-    )
-    yield rejected(
-        "bounds",
-        "an address of 257 characters",
-        pack({**request, "addresses": ["/" * 257]}),
-        "peers_request",
-    )
-    yield rejected(
-        "bounds",
-        "an address with a line break",
-        pack({**request, "addresses": ["/ip4/192.0.2.7/tcp/9512\n"]}),
-        "peers_request",
-    )
-    yield rejected(
-        "bounds", "an empty peer id", pack(changed(response, "peers.0.peer", "")), "peers_response"
-    )
-    yield rejected(
-        "bounds", "a swarm id of 31 bytes", pack({**request, "swarm": SWARM[:31]}), "peers_request"
-    )
-    yield rejected(
-        "schema", "addresses as bin", pack({**request, "addresses": [b"\x04"]}), "peers_request"
-    )
-    yield rejected(
-        "schema",
-        "a peer with a name",
-        pack(changed(response, "peers.0.name", "me")),
-        "peers_response",
-    )
-    yield rejected(
-        "schema",
-        "4000 nested arrays",
-        pack(request)[:1] + pack("addresses") + b"\x91" * 4000,
-        "peers_request",
-    )
-    yield rejected("malformed", "truncated", pack(response)[:-1], "peers_response")
-    yield rejected(
-        "oversize",
-        "a request of 4097 bytes",
-        bytes(limits.PEERS_REQUEST_BYTES + 1),
-        "peers_request",
-    )
-    yield rejected(
-        "oversize",
-        "a response of 65,537 bytes",
-        bytes(limits.PEERS_RESPONSE_BYTES + 1),
-        "peers_response",
-    )
-
-
 def asked(sequence: int = 7, task: str = "rg/chain_sum", difficulty: int = 0) -> dict[str, Any]:
     """Return a group with the seed and index of its question."""
     seed, index = task_seed(SWARM, PEER, sequence, task, difficulty)
@@ -876,15 +787,18 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
             listing_vectors.derivations,
         ),
     ),
-    "peers": ("Requests and responses of the peers protocol.", (peers,)),
+    "neighbours": (
+        "Requests and responses of the neighbours protocol.",
+        (neighbour_vectors.messages,),
+    ),
     "manifests": (
         "Signed manifests, each with the swarm id that follows from it, and requests for them.",
         (manifest_vectors.manifests,),
     ),
-    "sessions": ("Sessions, signed for the swarm of this file.", (manifest_vectors.sessions,)),
+    "sessions": ("Sessions, signed for the swarm of this file.", (neighbour_vectors.sessions,)),
     "summaries": (
-        "Summaries, signed for the swarm of this file, and requests for them.",
-        (summary_vectors.summaries,),
+        "Summaries, signed for the swarm of this file.",
+        (neighbour_vectors.summaries,),
     ),
     "bulk": (
         "Manifests of transfers, requests for chunks, and roots.",
@@ -935,6 +849,10 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         "Questions of the builtin tasks, rewards of answers, and versions.",
         (task_vectors.tasks,),
     ),
+    "chat": (
+        "Questions of the tasks for instruct models, rewards of answers, and versions.",
+        (task_vectors.chat_tasks, task_vectors.statements),
+    ),
     "derivations": ("Derived names and numbers.", (derivations,)),
 }
 
@@ -948,16 +866,7 @@ def documents() -> dict[str, str]:
 
 def _document(about: str, sources: Sequence[Callable[[], Iterator[Vector]]]) -> str:
     # One vector per line, so that a change is one line of a diff.
-    vectors = ",\n".join(json.dumps(vector) for source in sources for vector in source())
+    written = [vector for source in sources for vector in source()]
+    vectors = ",\n".join(json.dumps(vector) for vector in [*written, *faults(written)])
     head = {"about": about, "domain": ids.DOMAIN_ROLLOUT.decode(), "swarm": SWARM.hex()}
     return json.dumps(head)[:-1] + ', "vectors": [\n' + vectors + "\n]}\n"
-
-
-def main(arguments: Sequence[str]) -> None:
-    directory = Path(arguments[0] if arguments else "protocol/vectors")
-    for name, content in documents().items():
-        (directory / name).write_text(content)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -29,9 +29,10 @@ from swarmnode.cli.node import (
 from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.options import Flag
 from swarmnode.cli.plan import plan
-from swarmnode.cli.serve import serve_command
 from swarmnode.cli.swarm import init, join, manifest_app
+from swarmnode.cli.talk import chat, serve
 from swarmnode.cli.task import task_app
+from swarmnode.cli.vllm import vllm_command
 from swarmnode.errors import ConfigError, SwarmNodeError, Unavailable
 
 app = App(
@@ -52,12 +53,14 @@ app.command(resume)
 app.command(finish)
 app.command(doctor)
 app.command(plan)
-app.command(serve_command)
+app.command(vllm_command)
 app.command(status)
 app.command(top)
 app.command(samples)
 app.command(export_policy, name="export")
 app.command(evaluate, name="eval")
+app.command(chat)
+app.command(serve)
 app.command(rollback)
 app.command(demo)
 for group in (config_app, key_app, manifest_app, recipes_app, task_app):

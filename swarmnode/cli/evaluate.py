@@ -33,8 +33,8 @@ def evaluate(
     Parameters
     ----------
     model
-        A directory, for example of `swarmnode export`, a Hub name, or `embedded` for the policy
-        that is part of swarmnode.
+        A directory, for example of `swarmnode export`, a .gguf file, a Hub name, `smollm2`, or
+        `embedded` for the policy that is part of swarmnode.
     task
         May be repeated. By default the tasks of the manifest or of the configuration.
     questions

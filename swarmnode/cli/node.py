@@ -18,15 +18,17 @@ from swarmnode.cli.options import (
     AsJson,
     Capacity,
     Flag,
+    Lan,
     NodeOptions,
     Peer,
     SecretFile,
     load,
     load_data_dir,
+    on_lan,
     print_result,
     require_trainer,
 )
-from swarmnode.errors import ConfigError
+from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import check_torch, install_command
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from swarmnode.swarm.rollback import StoredState
 
 
+TOY_MODEL = "this node trains the embedded policy, a toy of 114,000 parameters"
+REAL_MODEL = (
+    "--set policy.model=smollm2 --set policy.lora.r=16 --set 'task.names=[\"chat/json_fields\"]'"
+)
 HUB_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -44,6 +50,7 @@ def run_node(
     peer: Peer = None,
     stage_capacity: Capacity = None,
     recipe: str | None = None,
+    lan: Lan = False,
 ) -> int:
     """Run a node until it receives a signal. The first Ctrl-C drains, the second aborts.
 
@@ -53,7 +60,8 @@ def run_node(
         Name of a set of defaults for a machine and a model size. `swarmnode recipes` lists them.
         Other settings override them.
     """
-    return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
+    options = on_lan(node, lan)
+    return run_resolved(load(options, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
 
 
 recipes_app = App(
@@ -129,10 +137,16 @@ def check_values(resolved: Resolved) -> None:
 
 def _find_model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, problem)."""
+    from swarmnode import gguf
     from swarmnode.model_defaults import EMBEDDED
 
     model, directory = policy.model, Path(policy.model).expanduser()
-    if directory.is_dir() and model != EMBEDDED:
+    if gguf.is_gguf(model):
+        try:
+            gguf.published_config(model)
+        except Unavailable as error:
+            yield "policy.model", str(error)
+    elif directory.is_dir() and model != EMBEDDED:
         if (directory / "adapter_config.json").is_file():
             yield (
                 "policy.model",
@@ -144,8 +158,9 @@ def _find_model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
     elif model.startswith(("/", ".", "~")):
         yield "policy.model", f"{directory.absolute()}: no such directory"
     elif model != EMBEDDED:
-        if difflib.SequenceMatcher(None, model, EMBEDDED).ratio() > 0.9:
-            yield "policy.model", f"{model!r}: did you mean 'embedded'?"
+        for name in (EMBEDDED, gguf.SMOLLM2):
+            if difflib.SequenceMatcher(None, model, name).ratio() > 0.9:
+                yield "policy.model", f"{model!r}: did you mean {name!r}?"
         if not HUB_NAME.fullmatch(model):
             yield (
                 "policy.model",
@@ -194,7 +209,7 @@ def _find_address_problems(config: Config) -> Iterator[tuple[str, str]]:
     if not network.listen_addrs:
         yield "network.listen_addrs", 'empty; write ["/ip4/127.0.0.1/tcp/0"] for this machine only'
     for peer in config.stages.trust:
-        if peer in ("known", "anyone"):
+        if peer == "anyone":
             continue
         try:
             addresses.check_peer_id(peer)
@@ -227,11 +242,12 @@ def bootstrap_node(
     from swarmnode.swarm.membership import Membership
 
     check_values(resolved)
+    check_limits()
     keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
     if secret_file is not None:
-        membership.keep_secret(secret_file)
+        membership.keep_secret(membership.read_secret(secret_file))
     if manifest is not None:
         membership.adopt(manifest)
     if invite is not None:
@@ -244,28 +260,44 @@ def bootstrap_node(
     return _run_supervisor(resolved, {"network": "swarmnode.daemon.bootstrap"})
 
 
+def check_limits() -> None:
+    """Check that the processes of a node can be started.
+
+    Raises:
+        Unavailable: A control group allows too few.
+    """
+    from swarmnode.limits import missing_tasks
+
+    if problem := missing_tasks():
+        raise Unavailable(problem)
+
+
 def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     """Run the supervisor and return its exit code.
 
     Args:
         commands: Process name → module to run; None for a node that trains.
     """
+    import structlog
+
     from swarmnode.daemon import supervisor
+    from swarmnode.model_defaults import EMBEDDED
     from swarmnode.observe import logs
     from swarmnode.settings import unsuitable_values, unused_gpu
     from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
+    check_limits()
     keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
     for line in (
-        [*unsuitable_values(agreed.policy, agreed.training), *unused_gpu(agreed.policy)]
-        if commands is None
-        else ()
+        [*unsuitable_values(agreed), *unused_gpu(agreed.policy)] if commands is None else ()
     ):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
+    if commands is None and agreed.policy.model == EMBEDDED:
+        structlog.get_logger("swarmnode.cli").info(TOY_MODEL, real_model=REAL_MODEL)
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     return supervisor.run(
         agreed.node.data_dir,
@@ -319,6 +351,7 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
             "step": each.counters.step,
             "saved_at": each.saved_at,
             "reward_held_out": each.counters.reward_held_out,
+            "reward_held_out_step": each.counters.reward_held_out_step,
             "present": each is present,
         }
         for each in found
@@ -330,9 +363,9 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
 
 def _format_state(kept: StoredState, is_present: bool) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.saved_at))
-    reward = (
-        "–" if kept.counters.reward_held_out is None else f"{kept.counters.reward_held_out:.3f}"
-    )
+    held_out, at = kept.counters.reward_held_out, kept.counters.reward_held_out_step
+    reward = "–" if held_out is None else f"{held_out:.3f}"
+    reward += f" at step {at}" if at is not None else ""
     present = "   (current)" if is_present else ""
     return f"step {kept.counters.step:>8}   saved {saved}   held-out reward {reward}{present}"
 

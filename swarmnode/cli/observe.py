@@ -93,6 +93,7 @@ def _format_sample(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
     from swarmnode.observe.top import peer_label
 
     author = peer_label(sample.peer, names).plain if sample.peer else "own"
+    author += ", held out" if sample.held_out else ""
     refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
     head = (
         f"{author}{refused} · {sample.task} · step {sample.step}, policy version"

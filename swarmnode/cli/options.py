@@ -80,6 +80,16 @@ SecretFile = Annotated[
         help="File with the secret of a private swarm. It is copied into the data directory."
     ),
 ]
+LAN_ADDRESS = 'network.listen_addrs=["/ip4/0.0.0.0/tcp/0"]'
+Lan = Annotated[
+    bool,
+    Parameter(
+        name="--lan",
+        negative=(),
+        help=f"Listen on all interfaces. Nodes in one local network then find each other. Short for"
+        f" --set '{LAN_ADDRESS}'",
+    ),
+]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
@@ -143,6 +153,13 @@ def load(
         registry.install(task.modules, task.settings, task.names)
         registry.install_datasets(task.datasets, resolved.config.node.data_dir / registry.DATASETS)
     return resolved
+
+
+def on_lan(node: NodeOptions, lan: bool) -> NodeOptions:
+    """Return the options, with the setting of `--lan` if `lan` is True. `--set` overrides it."""
+    if not lan:
+        return node
+    return NodeOptions(node.config, [LAN_ADDRESS, *(node.set_ or [])], node.data_dir)
 
 
 def load_data_dir(node: NodeOptions) -> Path:

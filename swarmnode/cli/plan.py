@@ -37,7 +37,7 @@ def plan(
     Parameters
     ----------
     model
-        A directory, a Hugging Face Hub name, or `embedded`.
+        A directory, a .gguf file, a Hugging Face Hub name, `smollm2`, or `embedded`.
     length
         Tokens of a row: prompt and completion. By default the model's default completion length
         plus a prompt of 512 tokens.
@@ -52,25 +52,32 @@ def plan(
     revision
         Revision of a Hub model.
     """
-    from swarmnode.model_defaults import defaults_for
-
-    whole, adapter = (defaults_for(model, lora_rank) for lora_rank in (0, rank))
-    if length is None:
-        length = whole.max_completion_length + PROMPT_TOKENS
-    if not 1 <= length <= MAX_LENGTH or not 1 <= rank <= 1024:
+    if not 1 <= (1 if length is None else length) <= MAX_LENGTH or not 1 <= rank <= 1024:
         raise ConfigError(
             f"command line: --length must be 1 to {MAX_LENGTH} tokens, --rank 1 to 1024"
         )
+    from swarmnode.config import TrainingConfig
     from swarmnode.doctor.probes import driver_cards
+    from swarmnode.model_defaults import default_alpha, defaults_for
+    from swarmnode.observe.top import duration
     from swarmnode.policy.footprint import averaging_bytes, saving_bytes, trained_parameters
-    from swarmnode.policy.plan import best, choices, settings
+    from swarmnode.policy.plan import best, choices, measure_operations, settings, step_seconds
     from swarmnode.policy.published import published_shape
 
     shape = published_shape(model, revision)
+    # After config.json has been read, from which the learning rates follow.
+    whole = defaults_for(model, revision=revision)
+    adapter = defaults_for(model, rank, revision=revision)
+    if length is None:
+        length = whole.max_completion_length + PROMPT_TOKENS
     computed = dtype if dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     room = parse_size(memory) if memory is not None else None
     found = choices(shape, device, computed, rank, length, room)
     cards = driver_cards()
+    training, tokens = TrainingConfig(), min(length, whole.max_completion_length)
+    answers = training.groups_per_step * training.num_generations
+    operations = measure_operations() if device == "cpu" else None
+    seconds = step_seconds(shape, computed, answers, tokens, operations)
     result = {
         "cards": cards,
         "model": model,
@@ -81,6 +88,7 @@ def plan(
         "memory_bytes": room,
         "cache_bytes_per_token": shape.cache_bytes,
         "crew_copy_bytes": shape.parameters,
+        "step_seconds": seconds,
         "choices": [
             {
                 "name": c.name,
@@ -90,7 +98,7 @@ def plan(
                 "micro_batch_tokens": c.micro_batch,
                 "card_gb": c.card,
                 "set": settings(c),
-                "defaults": defaults_for(model, c.method.lora_rank).values(),
+                "defaults": (adapter if c.method.lora_rank else whole).values(),
                 **asdict(c.row),
                 "averaging_host_bytes": sum(averaging_bytes(trained_parameters(shape, c.method))),
                 "saving_host_bytes": saving_bytes(
@@ -132,10 +140,17 @@ def plan(
         "In a crew, a policy copy for sampling (stages.policy_copy = memory) needs"
         f" {_format_size(shape.parameters)}. Over home connections it samples ten times faster."
     )
+    lines.append(
+        f"A step of {answers} answers of {tokens:,} tokens takes about {duration(seconds)}"
+        f" {'on this CPU' if device == 'cpu' else 'on a GPU that reads 1 TB/s'}, half of it"
+        " sampling. Shorter answers take less. The estimate may be wrong by a factor of three;"
+        " `swarmnode task try` measures."
+    )
     rates = (
         f"{whole.learning_rate:g}"
         if whole == adapter
-        else f"{whole.learning_rate:g} ({adapter.learning_rate:g} for an adapter)"
+        else f"{whole.learning_rate:g} ({adapter.learning_rate:g} for an adapter with"
+        f" lora_alpha {default_alpha(rank)})"
     )
     lines.append(
         f"Defaults for this model: training.learning_rate = {rates};"

@@ -1,6 +1,6 @@
 """`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a bootstrap node.
 
-    member (identity → manifest → libp2p host) → serve manifest and peer addresses → HTTP
+    member (identity → manifest → libp2p host) → serve manifest and neighbours → HTTP
 
 It has no trainer, scorer, groups or torch and never receives a rollout, so a small machine with a
 public address is enough.
@@ -32,7 +32,7 @@ async def run(config: Config, progress: Progress) -> None:
     """Run until SIGTERM. Raises LocalError if something on this machine is missing or unsafe."""
     data_dir = config.node.data_dir
     async with open_member(config, trains=False) as member:
-        if member.opened is None:
+        if member.successors is None:
             raise ConfigError(
                 "a bootstrap node needs a swarm: give it an invite, a --manifest file, or a data"
                 " directory that founded one"
@@ -48,7 +48,6 @@ async def run(config: Config, progress: Progress) -> None:
         )
         parts = ObservedParts(
             network,
-            member.summaries,
             meter,
             supervisor,
             TrainerWatch(),
@@ -61,7 +60,7 @@ async def run(config: Config, progress: Progress) -> None:
             )
             write_addresses(data_dir, network, member.swarm, url)
             nursery.start_soon(send_heartbeats, progress)
-            nursery.start_soon(member.run)
+            nursery.start_soon(member.successors.run)
             nursery.start_soon(meter.run)
             await wait_for_stop_signal()
             nursery.cancel_scope.cancel()

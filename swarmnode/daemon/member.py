@@ -1,14 +1,13 @@
 """A member of a swarm on the network: the common part of `node.py` and `bootstrap.py`.
 
-identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serve the manifest, look for
-                               successors, exchange sessions and summaries
+identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serve the manifest, follow
+                               successors, detect another process with this key
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -16,13 +15,11 @@ import structlog
 import trio
 
 from swarmnode.config import Config
-from swarmnode.errors import LocalError, PeerError, SwarmNodeError
+from swarmnode.errors import RestartWanted, SwarmNodeError
 from swarmnode.p2p import manifests
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.network import Libp2pNetwork, open_host
 from swarmnode.p2p.passphrase import VARIABLE
-from swarmnode.p2p.sessions import Sessions
-from swarmnode.p2p.summaries import Summaries
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
@@ -34,12 +31,7 @@ from swarmnode.wire.messages import RolloutGroup
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
 POLL_INTERVAL = 2.0
-"""Interval between checks of the connected peers and the chosen manifest."""
-QUERY_INTERVAL_SECONDS = 600.0
-"""Interval between queries to the same peer, before jitter."""
-RETRY_SECONDS = 30.0
-PEERS_PER_ROUND = 4
-"""Peers queried in one round."""
+"""Interval between checks of the chosen manifest."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +44,26 @@ class Member:
     opened: VerifiedManifest | None
     """None in a swarm without a manifest."""
     network: Libp2pNetwork
-    sessions: Sessions
-    summaries: Summaries
     successors: Successors | None
     members_choose_difficulty: bool
     """True if members choose the difficulty of their questions."""
     meets_rules: Callable[[RolloutGroup], bool]
     """Returns True for a group that the swarm's manifest allows."""
 
-    async def run(self) -> None:
-        """Run the background tasks. Raises LocalError when this process must restart or stop."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.sessions.run)
-            nursery.start_soon(self.summaries.run)
-            if self.successors is not None:
-                nursery.start_soon(self.successors.run)
-
 
 @contextlib.asynccontextmanager
 async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[Member]:
-    """Join the network until the block is left. The caller runs `member.run` in its own nursery.
+    """Join the network until the block is left. The caller runs `member.successors.run` in its own
+    nursery.
 
     Args:
         config: configuration of the node.
         trains: True if this node trains, which requires the swarm's tasks.
 
     Raises:
-        LocalError: an unusable key, a damaged manifest, a port in use, a missing secret; see
-            errors.py.
+        LocalError: an unusable key, a damaged manifest, a port in use, a missing secret, another
+            process with this key; see errors.py.
+        RestartWanted: another manifest was chosen after this process was configured.
     """
     data_dir = config.node.data_dir
     install(config.task.modules, config.task.settings, config.task.names)
@@ -88,9 +72,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     os.environ.pop(VARIABLE, None)  # no child of this process needs it
     opened = manifest_store.load_current(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
-        raise LocalError(
-            "another manifest was chosen after this process was configured; restarting"
-        )
+        raise RestartWanted("another manifest was chosen after this process was configured")
     if opened is None:
         secret, members = None, None
         speaks = manifest.required_protocols(config.task.names, config.training.options)
@@ -107,41 +89,24 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     ) as network:
         store = ManifestStore(data_dir)
         manifests.serve(network.requests, store.lookup)
-        sessions = Sessions(
-            network.requests,
-            identity.peer_id,
-            identity.private_key,
-            swarm,
-            network.connected,
-            stamp_file=data_dir / "session-stamp",
-        )
-        summaries = Summaries(
-            network.requests,
-            identity.peer_id,
-            identity.private_key,
-            swarm,
-            network.connected,
-            is_allowed=network.is_allowed,
-        )
-        successors = (
-            Successors(config, opened, store, network, trains=trains)
-            if opened is not None
-            else None
-        )
+        network.neighbours.detect_duplicates()
+        network.neighbours.successor_of = store.successor_id
+        successors = None
+        if opened is not None:
+            successors = Successors(config, opened, store, network, trains=trains)
+            network.neighbours.on_successor = successors.fetch
         meets_rules = (
             manifest.group_check(opened.manifest) if opened is not None else lambda group: True
         )
         choose = manifest.members_choose_difficulty(
             opened, config.task.names, config.training.options
         )
-        yield Member(
-            identity, swarm, opened, network, sessions, summaries, successors, choose, meets_rules
-        )
+        yield Member(identity, swarm, opened, network, successors, choose, meets_rules)
 
 
 class Successors:
-    """Asks peers for a successor of the manifest, stores it, and follows it if the operator's
-    policy says so.
+    """Fetches a successor of the manifest from a peer that knows one, stores it, and follows it if
+    the operator's policy allows that.
 
     A node follows by choosing the successor and restarting, because configuration, signatures and
     trainer depend on the swarm id.
@@ -161,7 +126,6 @@ class Successors:
         self._opened = opened
         self._store = store
         self._network = network
-        self._rng = random.Random()
         self._waiting = SuccessorStatistics()
 
     def statistics(self) -> SuccessorStatistics:
@@ -169,32 +133,21 @@ class Successors:
         return self._waiting
 
     async def run(self) -> None:
-        """Query peers until cancelled. Raises LocalError when another manifest was chosen, by the
-        operator or by policy."""
-        due: dict[str, float] = {}  # connected peer → time of the next query
+        """Watch the chosen manifest until cancelled. Raises RestartWanted when another one was
+        chosen, by the operator or by policy."""
         if (waiting := self._store.successor(self._opened)) is not None:
             self._consider(waiting)
         while True:
             if self._store.current() != self._opened.swarm:
-                raise LocalError("another manifest was chosen; restarting with it")
-            now = trio.current_time()
-            due = {peer: due.get(peer, now) for peer in self._network.connected()}
-            for peer in [peer for peer, at in due.items() if at <= now][:PEERS_PER_ROUND]:
-                answered = await self._ask(peer)
-                due[peer] = trio.current_time() + (
-                    self._rng.uniform(0.5, 1.5) * QUERY_INTERVAL_SECONDS
-                    if answered
-                    else RETRY_SECONDS
-                )
+                raise RestartWanted("another manifest was chosen")
             await trio.sleep(POLL_INTERVAL)
 
-    async def _ask(self, peer: str) -> bool:
-        """Query one peer; returns True if it answered. Never raises for a fault of the peer."""
-        try:
-            found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
-        except PeerError as error:
-            log.debug("no manifest from a peer", peer=peer, error=str(error))
-            return False
+    async def fetch(self, peer: str, successor: bytes) -> None:
+        """Fetch the successor with this swarm id, which `peer` knows, unless it is stored. Raises
+        PeerError."""
+        if self._store.successor_id(self._opened.swarm) == successor:
+            return
+        found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
         try:
             if found.successor is not None and self._store.add_successor(
                 self._opened, found.successor
@@ -202,7 +155,6 @@ class Successors:
                 self._consider(found.successor)
         except SwarmNodeError as error:  # a full disk must not end a node
             log.error("cannot store a successor", error=str(error))
-        return True
 
     def _consider(self, successor: VerifiedManifest) -> None:
         """Follow the successor, or log how to follow it."""

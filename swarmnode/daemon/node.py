@@ -32,13 +32,14 @@ from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.budget import Meter
 from swarmnode.pauses import REASONS, PauseFlags
 from swarmnode.process import Progress, die_with_parent, run_main
-from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
-from swarmnode.stages.service import NodeCallbacks, StageService
+from swarmnode.rollouts.network.exchange import RolloutExchange
+from swarmnode.stages.network.crew_service import NodeCallbacks, StageService
+from swarmnode.swarm.known import known_peers
 from swarmnode.swarm.manifest import bootstrap
 from swarmnode.swarm.membership import make_invite
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.weights.service import WeightService
+from swarmnode.weights.network.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
 PAUSES = ("quiet_hours", "month", *REASONS)
@@ -77,11 +78,13 @@ async def run(config: Config, progress: Progress) -> None:
             ),
             config.sharing,
             allows=meter.allows,
-            version_of=member.summaries.version_of,
+            version_of=network.neighbours.version_of,
         )
+        known = known_peers(config.stages.trust, member.opened)
         crew = StageService(
             network,
             config.stages,
+            known,
             data_dir,
             NodeCallbacks(
                 lambda message: link.send_to_trainer(message),
@@ -93,6 +96,7 @@ async def run(config: Config, progress: Progress) -> None:
             network,
             Credentials(key, member.swarm),
             config.weights,
+            known,
             data_dir,
             lambda message: link.send_to_trainer(message),
             budget=meter.allows,
@@ -103,7 +107,6 @@ async def run(config: Config, progress: Progress) -> None:
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         parts = ObservedParts(
             network,
-            member.summaries,
             meter,
             supervisor,
             trainer,
@@ -115,7 +118,8 @@ async def run(config: Config, progress: Progress) -> None:
         )
         observer = NodeObserver(node_info(config, member), parts, data_dir)
         if config.node.share_summary:
-            member.summaries.own_summary = observer.summary
+            network.neighbours.own_summary = observer.summary
+            network.neighbours.used_of = observer.used_of
 
         async with trio.open_nursery() as nursery:
             await nursery.start(rollouts.run)
@@ -127,7 +131,8 @@ async def run(config: Config, progress: Progress) -> None:
             )
             write_addresses(data_dir, network, member.swarm, url)
             nursery.start_soon(send_heartbeats, progress)
-            nursery.start_soon(member.run)
+            if member.successors is not None:
+                nursery.start_soon(member.successors.run)
             nursery.start_soon(meter.run)
             await wait_for_stop_signal()
             observer.draining = True
@@ -139,6 +144,8 @@ def node_info(config: Config, member: Member) -> NodeInfo:
     """Return this node's description of itself."""
     named = member.opened is not None and bootstrap(member.opened.manifest)
     invite = str(make_invite(member.opened)) if member.opened is not None and named else ""
+    if invite and member.opened is not None and member.opened.manifest.access.secret:
+        invite = "`swarmnode manifest invite` prints it, with the swarm's secret"
     return NodeInfo(
         peer=member.network.peer_id,
         name=config.node.name,
@@ -151,6 +158,7 @@ def node_info(config: Config, member: Member) -> NodeInfo:
         started_at=time.time(),
         sharing=config.sharing.enabled,
         invite=invite,
+        quiet_hours=config.node.quiet_hours,
     )
 
 

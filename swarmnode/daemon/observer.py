@@ -13,18 +13,18 @@ import trio
 from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
-from swarmnode.observe.logfile import LogLine, LogTail, log_file
-from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
+from swarmnode.observe.logfile import WARNINGS, LogLine, LogTail, log_file
+from swarmnode.observe.snapshot import Gained, Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.budget import Meter
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.p2p.summaries import Summaries, plain_name
-from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
-from swarmnode.stages.service import StageService, StagesStatistics
+from swarmnode.p2p.summaries import SummaryStatistics, plain_name
+from swarmnode.rollouts.network.exchange import ExchangeStatistics, RolloutExchange
+from swarmnode.stages.network.crew_service import StageService, StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.weights.service import WeightService, WeightsStatistics
+from swarmnode.weights.network.service import WeightService, WeightsStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Summary
 
@@ -38,7 +38,6 @@ class ObservedParts:
     """The observed parts. A node without a trainer has no scorer and none of the planes."""
 
     network: Libp2pNetwork
-    summaries: Summaries
     meter: Meter
     supervisor: SupervisorWatch
     trainer: TrainerWatch
@@ -69,6 +68,7 @@ class NodeObserver:
         trainer = parts.trainer.statistics(now)
         stages = parts.crew.statistics() if parts.crew is not None else StagesStatistics()
         scorer = parts.scorer.statistics() if parts.scorer is not None else ScorerStatistics()
+        swarm = parts.network.neighbours.statistics()
         return NodeSnapshot(
             at=time.time(),
             node=self.info,
@@ -85,7 +85,8 @@ class NodeObserver:
             else WeightsStatistics(),
             stages=stages,
             network=parts.network.statistics(),
-            swarm=parts.summaries.statistics(),
+            swarm=swarm,
+            gained=gained(trainer.report, swarm),
             budget=parts.meter.statistics(),
             disk=disk_use(self._data_dir),
             supervisor=parts.supervisor.read(),
@@ -96,14 +97,25 @@ class NodeObserver:
             processes=process_use(
                 {"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}
             ),
-            peers=peer_rows(parts.network, parts.rollouts, trainer.report, now),
+            peers=peer_rows(parts.network, parts.rollouts, now),
             logs=self._lines(),
+            warnings=self._warnings(),
         )
+
+    def used_of(self, peer: str) -> int:
+        """Return the number of groups of `peer` that this node has trained on."""
+        report = self._parts.trainer.statistics(trio.current_time()).report
+        return report.peers_used.get(peer, 0) if report is not None else 0
 
     def _lines(self) -> list[LogLine]:
         """Return the newest log lines of all processes of this node, in the order of writing."""
         lines = [line for tail in self._tails for line in tail.statistics()]
         return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
+
+    def _warnings(self) -> list[LogLine]:
+        """Return the newest warnings and errors, as of the last call of `_lines`."""
+        lines = [line for tail in self._tails for line in tail.warnings]
+        return sorted(lines, key=lambda line: line.at)[-WARNINGS:]
 
     def summary(self, created_at: int) -> Summary:
         """Return this node's summary for its peers. `created_at` is Unix time in milliseconds."""
@@ -113,6 +125,16 @@ class NodeObserver:
         return own_summary(
             self.info, report, created_at, published=published, peers=len(parts.network.connected())
         )
+
+
+def gained(report: Report | None, swarm: SummaryStatistics) -> Gained:
+    """Return the groups given to peers and used from them."""
+    if report is None:
+        return Gained(swarm.used, swarm.used_by)
+    sampled = report.tokens_total - report.evaluation_tokens_total
+    used, own = report.external_groups_total, report.own_groups_total
+    saved = round(used * sampled / own) if own else 0
+    return Gained(swarm.used, swarm.used_by, used, saved)
 
 
 def own_summary(
@@ -129,25 +151,20 @@ def own_summary(
         step=report.step if report is not None else 0,
         policy_version=report.policy_version if report is not None else 0,
         reward=-1.0 if reward is None else min(1.0, max(0.0, float(reward))),
+        reward_step=(report.reward_held_out_step or 0) if report is not None else 0,
         published=published,
         peers=peers,
     )
 
 
 def peer_rows(
-    network: Libp2pNetwork, rollouts: RolloutExchange | None, report: Report | None, now: float
+    network: Libp2pNetwork, rollouts: RolloutExchange | None, now: float
 ) -> list[PeerRow]:
-    """Return the rows of the page's table: connected peers first, then others with groups. `now` is
-    trio's clock."""
-    used = report.peers_used if report is not None else {}
+    """Return the rows of the page's table: connected peers first, then others with groups. All
+    counts are since the start of this process. `now` is trio's clock."""
     connected = network.connected()
-    others = [
-        peer
-        for peer in dict.fromkeys(
-            [*used, *(rollouts.authors.peers() if rollouts is not None else [])]
-        )
-        if peer not in connected
-    ]
+    authors = rollouts.authors.peers() if rollouts is not None else []
+    others = [peer for peer in authors if peer not in connected]
     rows = []
     for peer in [*connected, *others][:PEER_ROWS]:
         known = network.peers.get(peer)
@@ -159,7 +176,7 @@ def peer_rows(
                 if known is not None and linked
                 else "",
                 admitted=rollouts.authors.admitted_of(peer) if rollouts is not None else 0,
-                used=used.get(peer, 0),
+                used=rollouts.authors.used_of(peer) if rollouts is not None else 0,
                 rejected=network.reputation.rejections(peer),
                 reputation=network.reputation.score(peer, now),
                 last_seen_seconds=max(0.0, now - known.seen_at(now))

@@ -11,7 +11,7 @@ import psutil
 import structlog
 import trio
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import RestartWanted
 from swarmnode.files import write_atomically
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.process import Progress
@@ -54,13 +54,13 @@ async def send_heartbeats(progress: Progress) -> None:
     """Send a heartbeat to the supervisor once a second, until cancelled.
 
     Raises:
-        LocalError: this process has grown above MEMORY_BYTES and must restart.
+        RestartWanted: this process has grown above MEMORY_BYTES.
     """
     process = psutil.Process()
     while True:
         used = process.memory_info().rss
         if used > MEMORY_BYTES:
-            raise LocalError(f"the network process uses {used / 2**20:.0f} MiB; restarting")
+            raise RestartWanted(f"the network process uses {used / 2**20:.0f} MiB")
         progress("serving")
         await trio.sleep(HEARTBEAT_SECONDS)
 

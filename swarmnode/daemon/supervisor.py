@@ -28,10 +28,10 @@ from swarmnode.daemon.machine import Machine
 from swarmnode.daemon.watchdog import DRAIN_SECONDS, EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
-from swarmnode.observe.logfile import last_error, log_file
+from swarmnode.observe.logfile import ERRORS, last_line, log_file
 from swarmnode.observe.systemd import Notifier
 from swarmnode.p2p.passphrase import without_passphrase
-from swarmnode.process import PROGRESS_FD
+from swarmnode.process import PROGRESS_FD, RESTART_CODE
 
 log = structlog.get_logger("swarmnode.daemon.supervisor")
 
@@ -84,6 +84,8 @@ class Child:
     ended by itself."""
     down_reason: str = ""
     """Reason why no process is working; empty once one works."""
+    loading: str = ""
+    """Present activity of a process that loads."""
 
 
 class Supervisor:
@@ -172,8 +174,10 @@ class Supervisor:
             if self._stopping.is_set():
                 log.info("stopped", process=child.name, exit_code=exit_code)
                 return
-            last = last_error(log_file(self._data_dir, child.name), started_at)
-            cause = "" if child.kill_reason else last
+            wanted = exit_code == RESTART_CODE
+            levels = ("warning",) if wanted else ERRORS
+            last = last_line(log_file(self._data_dir, child.name), started_at, levels)
+            cause = "" if child.kill_reason or wanted else last
             verdict = child.watchdog.exited(trio.current_time(), exit_code, cause)
             child.down_reason = child.kill_reason or describe_exit(exit_code, last)
             self._write_statistics()
@@ -232,8 +236,10 @@ class Supervisor:
                     message = parse_progress(line)
                     if message is not None:
                         child.watchdog.progressed(trio.current_time(), *message)
-                    if child.down_reason and child.watchdog.past_loading:
-                        child.down_reason = ""
+                    loading = "" if child.watchdog.past_loading else child.watchdog.status
+                    if loading != child.loading or (child.down_reason and not loading):
+                        child.loading = loading
+                        child.down_reason = child.down_reason if loading else ""
                         self._write_statistics()
 
     async def _kill_when_stalled(self, child: Child) -> None:
@@ -342,6 +348,7 @@ class Supervisor:
             "restarts": {child.name: child.watchdog.restarts for child in children},
             "stalls": {child.name: child.watchdog.stalls for child in children},
             "down": {child.name: child.down_reason for child in children if child.down_reason},
+            "loading": {child.name: child.loading for child in children if child.loading},
         }
         try:
             write_atomically(self._run_dir / "supervisor.json", json.dumps(written).encode())
@@ -354,6 +361,8 @@ def describe_exit(exit_code: int, last: str) -> str:
     empty without one."""
     if exit_code == 0:
         return "finished"
+    if exit_code == RESTART_CODE:
+        return last or "the process wants to be restarted"
     how = (
         f"exit code {exit_code}"
         if exit_code > 0

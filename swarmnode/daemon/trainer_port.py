@@ -10,12 +10,12 @@ import trio
 
 from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.observe.watch import TrainerWatch
-from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
-from swarmnode.stages import wire
-from swarmnode.stages.service import StageService
+from swarmnode.rollouts.network.exchange import RolloutExchange
+from swarmnode.stages.crew_messages import FromTrainer
+from swarmnode.stages.network.crew_service import StageService
 from swarmnode.weights import local
-from swarmnode.weights.service import WeightService
+from swarmnode.weights.network.service import WeightService
 
 log = structlog.get_logger("swarmnode.daemon.node")
 
@@ -52,7 +52,7 @@ class TrainerPort:
         return self.rollouts.draw(draw)
 
     def judged(self, judged: Judged) -> None:
-        self.rollouts.authors.judged(judged)
+        self.rollouts.authors.judged(judged.peer, judged.outcome)
 
     def report(self, report: Report) -> None:
         self.watch.report(report, trio.current_time())
@@ -60,5 +60,5 @@ class TrainerPort:
     def weights(self, message: local.FromTrainer) -> None:
         self.weight_exchange.receive(message)
 
-    def stages(self, message: wire.FromTrainer) -> None:
+    def stages(self, message: FromTrainer) -> None:
         self.crew.receive(message)

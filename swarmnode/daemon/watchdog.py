@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from swarmnode.errors import Unavailable
+from swarmnode.process import RESTART_CODE
 
 DEFECT = 70
 """Exit code of a node whose process fails with the same exception at every start."""
@@ -167,6 +168,9 @@ class Watchdog:
         self.status = "down"
         if exit_code == 0:
             return EndNode(0, f"{self.name} finished")
+        if exit_code == RESTART_CODE and self.past_loading:
+            self.restarts += 1
+            return Restart(0.0)
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return EndNode(exit_code, f"{self.name} cannot run")
         if exit_code == -signal.SIGILL:  # the processor is the same at every start

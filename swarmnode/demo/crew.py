@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
-from swarmnode.demo.delay import DelayProxy, free_port
-from swarmnode.demo.nodes import DemoNode, View
-from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm
-from swarmnode.demo.table import node_and_peer, reward, slim_table
-from swarmnode.demo.verdict import RISE, Finding
+from swarmnode.demo.nodes import DemoNode, Rise
+from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm, make_keys
+from swarmnode.demo.table import node_and_peer, short, slim_table
+from swarmnode.demo.verdict import Finding
 from swarmnode.errors import Unavailable
+from swarmnode.observe.snapshot import NodeSnapshot
 
 LAYERS = 8
 """Layers of the policy. The embedded policy has two; `policy.build_deep` adds identity layers."""
@@ -45,21 +44,20 @@ class StageKill:
 
 
 def crew_settings(
-    options: DemoOptions, number: int, model: Path, proxy: DelayProxy | None = None
+    options: DemoOptions, number: int, model: Path, known: list[str]
 ) -> dict[str, dict[str, object]]:
-    """Return the configuration of node `number`. With a proxy, peers reach the node through it."""
-    port = free_port() if proxy is not None else 0
-    announced = [f"/ip4/127.0.0.1/tcp/{proxy.add_proxy(port)}"] if proxy is not None else []
+    """Return the configuration of node `number`. known: peer ids of all nodes."""
     return {
         "swarm": {"name": "demo"},
-        "network": {
-            "listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"],
-            "announce_addrs": announced,
-            "mdns": False,
-        },
+        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"model": str(model), "threads": 1},
         "training": {"eval_every": 10, "save_every": 1.0, "seed": number},
-        "stages": {"mode": "always", "stages": options.nodes, "checkpoint_every": 5},
+        "stages": {
+            "mode": "always",
+            "stages": options.nodes,
+            "checkpoint_every": 5,
+            "trust": known,
+        },
         "http": {"port": options.http_port + number if options.http_port else 0},
     }
 
@@ -93,41 +91,27 @@ class CrewSwarm(DemoSwarm):
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
         model = write_model(directory / "model")
-        self._proxy = DelayProxy(options.delay / 1000) if options.delay else None
+        places = [directory / f"node{i}" for i in range(options.nodes)]
+        known = make_keys(places)
         super().__init__(
             options,
             [
-                DemoNode(
-                    f"node{i}",
-                    directory / f"node{i}",
-                    crew_settings(options, i, model, self._proxy),
-                )
-                for i in range(options.nodes)
+                DemoNode(place.name, place, crew_settings(options, i, model, known))
+                for i, place in enumerate(places)
             ],
         )
         self.kills: list[StageKill] = []
         self._formed_at: float | None = None
         self._killed_pid: int | None = None
         self._step_seen = 0
-        self._held_out: tuple[float | None, float | None] = (None, None)
-
-    def start(self, console: Console) -> None:
-        if self._proxy is not None:
-            self._proxy.open()
-        super().start(console)
-
-    def end(self) -> None:
-        super().end()
-        if self._proxy is not None:
-            self._proxy.close()
+        self._rise = Rise()
 
     def findings(self) -> list[Finding]:
-        held_out = self._held_out if self._proxy is None else None
         return judge_crew(
-            [(node.name, node.view) for node in self.nodes],
+            [node.status for node in self.nodes],
             self._formed_at,
             self.kills,
-            held_out,
+            self._rise,
             self._crashed,
         )
 
@@ -136,29 +120,28 @@ class CrewSwarm(DemoSwarm):
     @property
     def step(self) -> int:
         """Number of steps of the crew: the largest that a node reports."""
-        return max(node.view.stage_step for node in self.nodes)
+        return max(steps_of(node.status) for node in self.nodes)
 
     def update(self, now: float) -> None:
-        stages = {node.view.stage for node in self.nodes if node.view.stage_phase == "active"}
+        stages = {stage_of(node) for node in self.nodes if is_active(node)}
         whole = stages == set(range(len(self.nodes)))
         if self._formed_at is None and whole and self.step:
             self._formed_at = now
-        start, end = self._held_out
-        for view in (node.view for node in self.nodes):
-            if view.stage == 0 and view.held_out is not None:
-                start, end = start if start is not None else view.held_out_start, view.held_out
-        self._held_out = (start, end)
+        for rise in (node.rise for node in self.nodes if stage_of(node) == 0):
+            if rise.after is not None:  # the head may have moved to another node
+                self._rise = replace(rise, before=self._rise.before or rise.before)
         if self.kills and self.kills[-1].step_after is None:
             kill = self.kills[-1]
-            node = next((node for node in self.nodes if node.view.stage == kill.stage), None)
+            node = next((node for node in self.nodes if stage_of(node) == kill.stage), None)
             back = (
                 node is not None
-                and node.view.stage_phase == "active"
-                and node.view.trainer_pid not in (None, self._killed_pid)
+                and is_active(node)
+                and node.status.trainer.pid not in (None, self._killed_pid)
             )
-            if back and node is not None and self.step > max(kill.step_before, self._step_seen):
+            own = node.status.stages.own if node is not None else None
+            if back and own is not None and self.step > max(kill.step_before, self._step_seen):
                 self.kills[-1] = replace(
-                    kill, step_after=self.step, seconds=now - kill.at, source=node.view.source
+                    kill, step_after=self.step, seconds=now - kill.at, source=own.source
                 )
             elif not back:
                 self._step_seen = self.step
@@ -175,12 +158,13 @@ class CrewSwarm(DemoSwarm):
 
     def _kill(self, now: float) -> None:
         stage = len(self.kills) % len(self.nodes)
-        node = next(node for node in self.nodes if node.view.stage == stage)
-        if node.view.trainer_pid is None:
+        node = next(node for node in self.nodes if stage_of(node) == stage)
+        pid = node.status.trainer.pid
+        if pid is None:
             return
-        self._killed_pid, self._step_seen = node.view.trainer_pid, self.step
+        self._killed_pid, self._step_seen = pid, self.step
         self.kills.append(StageKill(stage, node.name, self.step, now))
-        psutil.Process(node.view.trainer_pid).kill()
+        psutil.Process(pid).kill()
 
     def _end(self) -> float:
         return (self._formed_at or 0.0) + self._options.minutes * 60
@@ -199,47 +183,66 @@ class CrewSwarm(DemoSwarm):
         return crew_table(self.nodes, now, self._kill_text())
 
     def line(self, now: float) -> str:
-        head = next((node.view for node in self.nodes if node.view.stage == 0), View())
+        state, rise = head_of(self.nodes)
+        shown = lambda node, own: f"{own.phase} {own.source}".rstrip() if own else node.phase
         stages = " | ".join(
-            f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.source}".rstrip()
-            for n in self.nodes
+            f"stage {stage_of(node)}: {shown(node, node.status.stages.own)}" for node in self.nodes
         )
         return (
-            f"{now:4.0f} s  crew {head.crew_state} step {self.step} held-out"
-            f" {reward(head.held_out)} | {stages}  {self._kill_text()}"
+            f"{now:4.0f} s  crew {state} step {self.step} held-out"
+            f" {short(rise.after)} | {stages}  {self._kill_text()}"
         )
 
     def _kill_text(self) -> str:
         return "; ".join(format_kill(kill) for kill in self.kills[-4:])
 
 
+def stage_of(node: DemoNode) -> int | None:
+    """Return the stage that a node holds, or None."""
+    return node.status.stages.crew.stage
+
+
+def is_active(node: DemoNode) -> bool:
+    own = node.status.stages.own
+    return own is not None and own.phase == "active"
+
+
+def steps_of(status: NodeSnapshot) -> int:
+    """Return the number of steps of a node's stage."""
+    return status.stages.own.step if status.stages.own else 0
+
+
+def head_of(nodes: Sequence[DemoNode]) -> tuple[str, Rise]:
+    """Return the state of the crew and the held-out reward, which its head reports."""
+    head = next((node for node in nodes if stage_of(node) == 0), None)
+    return ("none", Rise()) if head is None else (head.status.stages.crew.state, head.rise)
+
+
 def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table:
     """Return a table with one row per node, sorted by stage. It fits into 80 columns."""
-    head = next((node.view for node in nodes if node.view.stage == 0), View())
-    rise = f"{reward(head.held_out_start)} → {reward(head.held_out)}"
+    state, rise = head_of(nodes)
     out = slim_table(
-        f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {head.crew_state}, held-out"
-        f" {rise}",
+        f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {state}, held-out"
+        f" {short(rise.before)} → {short(rise.after)}",
         caption,
     )
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
     for heading in ("step", "source", "in s", "age", "tok/s", "restarts"):
         out.add_column(heading, justify="right")
-    for node in sorted(
-        nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)
-    ):
-        v = node.view
+    last = len(nodes)
+    for node in sorted(nodes, key=lambda n: last if (at := stage_of(n)) is None else at):
+        own = node.status.stages.own
         out.add_row(
-            "–" if v.stage is None else str(v.stage),
+            _format_optional(stage_of(node), "d"),
             node_and_peer(node),
-            v.stage_phase or v.phase,
-            str(v.stage_step),
-            v.source or "–",
-            _format_optional(v.source_seconds, ".1f"),
-            _format_optional(v.checkpoint_age, "d"),
-            _format_optional(v.tokens_per_second, ".0f"),
-            str(v.restarts),
+            own.phase if own else node.phase,
+            str(steps_of(node.status)),
+            own.source if own and own.source else "–",
+            _format_optional(own.source_seconds if own else None, ".1f"),
+            _format_optional(own.checkpoint_age_steps if own else None, "d"),
+            _format_optional(own.tokens_per_second if own else None, ".0f"),
+            str(sum(node.status.supervisor.restarts.values())),
         )
     return out
 
@@ -255,33 +258,28 @@ def format_kill(kill: StageKill) -> str:
 
 
 def judge_crew(
-    views: list[tuple[str, View]],
+    nodes: Sequence[NodeSnapshot],
     formed_at: float | None,
     kills: list[StageKill],
-    held_out: tuple[float | None, float | None] | None,
+    rise: Rise,
     crashed: list[str],
 ) -> list[Finding]:
     """Judge a demo of a crew.
 
     Args:
-        views: (name, view) of each node.
+        nodes: Last status of each node.
         formed_at: Seconds until the crew was complete; None if it never was.
-        held_out: First and last held-out reward; None to skip this finding, because latency leaves
-            time for only a few steps.
         crashed: One line for each node that ended before the demo.
     """
-    step = max((view.stage_step for _, view in views), default=0)
+    step = max(map(steps_of, nodes), default=0)
     findings = [
         Finding(
             f"the crew formed after {_format_optional(formed_at, '.0f')} s and took {step} steps",
             formed_at is not None and step > 0,
-        )
+        ),
+        Finding(f"held-out reward {rise}", rise.is_significant),
+        Finding(f"killed {len(kills)} stages with SIGKILL", bool(kills)),
     ]
-    if held_out is not None:
-        start, end = held_out
-        rose = start is not None and end is not None and end - start >= RISE
-        findings.append(Finding(f"held-out reward {reward(start)} → {reward(end)}", rose))
-    findings.append(Finding(f"killed {len(kills)} stages with SIGKILL", bool(kills)))
     for kill in kills:
         # The crew continues with the step in progress. Completed steps must not be lost.
         back = (

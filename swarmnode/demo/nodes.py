@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import psutil
 
 from swarmnode.config import Config
 from swarmnode.errors import Unavailable
+from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.observe import client
+from swarmnode.observe.address import NodeAddress
+from swarmnode.observe.samples import Sample, displayable, newest
+from swarmnode.observe.snapshot import NodeSnapshot
 
 STATUS_TIMEOUT_SECONDS = 2.0
+SAMPLES = 1000
+"""Newest samples in which the held-out ones are searched."""
 START = (
     "import sys, swarmnode.cli, swarmnode.process as p; p.die_with_parent();"
     " sys.exit(swarmnode.cli.run(sys.argv[1:]))"
@@ -30,55 +36,103 @@ START = (
 """Python code of a `swarmnode run` that ends with the demo, even if the demo is killed."""
 
 
-@dataclass
-class View:
-    """Status of one node for the table and the verdict. Defaults until the node has responded."""
+@dataclass(frozen=True)
+class Rise:
+    """First and last held-out reward of a node, on the same questions. None: not measured."""
 
-    peer: str = ""
-    phase: str = "starting"
-    step: int = 0
-    saved_step: int = 0
-    """Step of the last saved state, since the start of the node."""
-    peers: int = 0
-    reward_own: float | None = None
-    reward_external: float | None = None
-    held_out_start: float | None = None
-    held_out: float | None = None
-    published: int = 0
-    admitted: int = 0
-    used: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    greylisted: int = 0
-    banned: int = 0
-    restarts: int = 0
-    peers_used: dict[str, int] = field(default_factory=dict)
-    distance: float | None = None
-    """Distance from the last partner's weights, relative to the norm of its own weights."""
-    distances: list[float] = field(default_factory=list)
-    """Every distance seen so far, oldest first."""
-    exchanges: int = 0
-    outer_step: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    """Numbers of rejected partner weights, by cause."""
-    trainer_pid: int | None = None
-    crew_state: str = "none"
-    peer_seconds: float = 0.0
-    """Measured one-way latency to its usual peer."""
-    stage: int | None = None
-    """Stage of the crew; None without a crew. The following fields describe this stage."""
-    stage_phase: str = ""
-    stage_step: int = 0
-    source: str = ""
-    source_seconds: float | None = None
-    checkpoint_age: int | None = None
-    tokens_per_second: float | None = None
+    before: float | None = None
+    before_error: float | None = None
+    """Standard error over the questions."""
+    after: float | None = None
+    after_error: float | None = None
+    step: int = -1
+    """Step of the last evaluation."""
+
+    @property
+    def is_significant(self) -> bool:
+        """True if the reward rose by more than two standard errors of the difference."""
+        if self.before is None or self.after is None:
+            return False
+        error = math.hypot(self.before_error or 0.0, self.after_error or 0.0)
+        return self.after - self.before > 2 * error
+
+    def __str__(self) -> str:
+        return (
+            f"{_with_error(self.before, self.before_error)} →"
+            f" {_with_error(self.after, self.after_error)}"
+        )
+
+
+def rise_of(report: Report) -> Rise:
+    return Rise(
+        report.reward_held_out_start,
+        report.reward_held_out_start_error,
+        report.reward_held_out,
+        report.reward_held_out_error,
+        -1 if report.reward_held_out_step is None else report.reward_held_out_step,
+    )
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
+
+
+class StatusAnswer(msgspec.Struct, frozen=True):
+    """The body of /status."""
+
+    snapshot: NodeSnapshot
+
+
+class Pace:
+    """Time in the present phase, and an estimate of the time that is left. Pure: times are
+    arguments, in seconds."""
+
+    def __init__(self) -> None:
+        self._phase, self._since, self._now = "", 0.0, 0.0
+        self._evaluation_seconds = 0.0
+        self._began: float | None = None
+        """End of the first evaluation."""
+        self._step, self._stepped_at = 0, 0.0
+        self._evaluated = -1
+
+    def observe(self, now: float, phase: str, step: int, evaluated: int) -> None:
+        """Record a poll. evaluated: step of the last evaluation, -1 before the first one."""
+        if phase != self._phase:
+            if self._phase == "evaluating" and self._began is None:
+                self._evaluation_seconds, self._began = now - self._since, now
+            self._phase, self._since = phase, now
+        if step > self._step:
+            self._step, self._stepped_at = step, now
+        self._evaluated, self._now = evaluated, now
+
+    @property
+    def phase_seconds(self) -> float:
+        """Time from the start of the present phase to the last poll."""
+        return self._now - self._since
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Return the time until `steps` steps and the last evaluation are done, if each takes as
+        long as before; None before the first step."""
+        if self._evaluated >= steps:
+            return 0.0
+        if self._began is None or not self._step:
+            return None
+        if self._step >= steps:
+            done = self.phase_seconds if self._phase == "evaluating" else 0.0
+            return max(0.0, self._evaluation_seconds - done)
+        each = (self._stepped_at - self._began) / self._step
+        since = min(each, self._now - self._stepped_at)
+        return each * (steps - self._step) - since + self._evaluation_seconds
 
 
 class DemoNode:
     """One node of the demo.
 
-    `view` is the node's last status. If a poll fails, only `view.phase` changes: `starting` until
-    the first response, `no answer` afterwards, and `down` if the process has ended.
+    `status` is the snapshot of the last successful poll. `phase` is what the trainer does, or
+    `starting` until the first response, `no answer` if a later poll failed, and `down` if the
+    process has ended.
     """
 
     def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
@@ -86,9 +140,11 @@ class DemoNode:
         self.directory = directory
         self.prefix: tuple[str, ...] = ()
         """Command that starts the node's process, for example in a network namespace."""
-        self.view = View()
+        self.status = NodeSnapshot()
+        self.phase = "starting"
         self.has_responded = False
         """True if the current process has responded to a poll."""
+        self.pace = Pace()
         self.log_file = directory / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -147,18 +203,38 @@ class DemoNode:
         return json.loads(path.read_bytes())["http"] if path.exists() else ""
 
     def poll(self) -> None:
-        """Update `view` from the node's /status."""
+        """Update `status` and `phase` from the node's /status."""
         try:
-            with urllib.request.urlopen(
-                f"{self.url}/status?points=1", timeout=STATUS_TIMEOUT_SECONDS
-            ) as response:
-                self.view = parse_snapshot(json.load(response)["snapshot"], self.view.distances)
-                self.has_responded = True
-        except (OSError, ValueError, http.client.HTTPException):
+            body = client.fetch_status(NodeAddress(self.url), 1, STATUS_TIMEOUT_SECONDS)
+            self.status = msgspec.json.decode(body, type=StatusAnswer).snapshot
+            self.has_responded = True
+            loading = self.status.supervisor.loading.get("trainer", "")
+            self.phase = (loading or self.report.phase).removeprefix("loading, ")
+        except (Unavailable, OSError, msgspec.MsgspecError):
             if self.started and not self.alive():
-                self.view.phase = "down"
+                self.phase = "down"
             else:
-                self.view.phase = "no answer" if self.has_responded else "starting"
+                self.phase = "no answer" if self.has_responded else "starting"
+        self.pace.observe(time.monotonic(), self.phase, self.report.step, self.rise.step)
+
+    @property
+    def report(self) -> Report:
+        """The trainer's last report; one of step 0 before the first."""
+        return self.status.trainer.report or Report("loading")
+
+    @property
+    def averaging(self) -> WeightsReport:
+        return self.report.weights or WeightsReport()
+
+    @property
+    def rise(self) -> Rise:
+        return rise_of(self.report)
+
+    def answers(self) -> tuple[Sample, Sample] | None:
+        """Return the answers to the first held-out question at the first and the last evaluation;
+        None before the first one."""
+        found = [each for each in newest(self.directory, SAMPLES) if each.held_out]
+        return (displayable(found[-1]), displayable(found[0])) if found else None
 
     @property
     def started(self) -> bool:
@@ -185,7 +261,7 @@ class DemoNode:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self._process.wait()
-        self.view.phase = "killed"
+        self.phase = "killed"
 
     def stop(self) -> None:
         """Send SIGTERM, so that the node drains. `wait` waits for its end."""
@@ -220,68 +296,12 @@ class Liar(DemoNode):
         self.launch("-m", "swarmnode.demo.liar", "--config", str(config))
 
     def poll(self) -> None:
-        self.view.phase = "attacking" if self.alive() else "down"
+        self.phase = "attacking" if self.alive() else "down"
 
     def peer_id(self) -> str:
         from swarmnode.p2p.identity import load_or_create  # imports libp2p
 
         return load_or_create(self.directory / "identity.key").peer_id
-
-
-ACCEPTED_OUTCOMES = ("accepted", "clipped", "probation", "lagging")
-"""Outcomes of exchanges in which the node used the partner's weights."""
-
-
-def parse_snapshot(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
-    """Return the view of a node from the snapshot in its /status.
-
-    Args:
-        before: Earlier distances.
-    """
-    averaging = (snapshot["trainer"].get("report") or {}).get("weights") or {}
-    distance = averaging.get("distance")
-    new = [distance] if distance is not None and [distance] != list(before[-1:]) else []
-    report = snapshot["trainer"].get("report") or {}
-    rollouts, network = snapshot["rollouts"], snapshot["network"]
-    crew, own = snapshot["stages"]["crew"], snapshot["stages"]["own"] or {}
-    return View(
-        peer=snapshot["node"]["peer"],
-        phase=report.get("phase", "loading"),
-        step=report.get("step", 0),
-        saved_step=report.get("state_saved_step", 0),
-        peers=network["peers"]["connected"],
-        reward_own=report.get("reward_own"),
-        reward_external=report.get("reward_external"),
-        held_out_start=report.get("reward_held_out_start"),
-        held_out=report.get("reward_held_out"),
-        published=rollouts["published"],
-        admitted=rollouts["admission"]["admitted"],
-        used=report.get("external_groups_total", 0),
-        rejected={reason: n for reason, n in rollouts["admission"]["rejected"].items() if n},
-        greylisted=network["reputation"]["greylisted"],
-        banned=network["reputation"]["banned"],
-        restarts=sum(snapshot["supervisor"]["restarts"].values()),
-        peers_used=report.get("peers_used", {}),
-        distance=distance,
-        distances=[*before, *new],
-        exchanges=averaging.get("exchanges_total", 0),
-        outer_step=averaging.get("outer_step", 0),
-        refused={
-            cause: n
-            for cause, n in snapshot["weights"]["judged"].items()
-            if n and cause not in ACCEPTED_OUTCOMES
-        },
-        trainer_pid=snapshot["trainer"]["pid"],
-        crew_state=crew["state"],
-        peer_seconds=crew["peer_seconds"],
-        stage=crew["stage"],
-        stage_phase=own.get("phase", ""),
-        stage_step=own.get("step", 0),
-        source=own.get("source", ""),
-        source_seconds=own.get("source_seconds"),
-        checkpoint_age=own.get("checkpoint_age_steps"),
-        tokens_per_second=own.get("tokens_per_second"),
-    )
 
 
 def to_toml(settings: dict[str, dict[str, object]]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.verdict import Finding
@@ -27,8 +28,11 @@ LINE_INTERVAL = 10.0
 class DemoOptions:
     """Options of `swarmnode demo`, see `swarmnode.cli.demo`."""
 
-    nodes: int = 3
+    nodes: int = 2
+    model: str = ""
+    """The model, or empty for the embedded policy."""
     minutes: float = 1.0
+    """Training time of the embedded policy."""
     keep_running: bool = False
     solo: bool = False
     byzantine: int = 0
@@ -36,8 +40,16 @@ class DemoOptions:
     data_dir: Path | None = None
     http_port: int = 9464
     crew: bool = False
-    delay: float = 0.0
-    """One-way latency between the nodes of a crew, milliseconds."""
+
+
+def make_keys(directories: Sequence[Path]) -> list[str]:
+    """Create the keys of the nodes in these data directories, so that the nodes know each other
+    from the start. Return their peer ids."""
+    from swarmnode.p2p.identity import load_or_create  # imports libp2p
+
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return [load_or_create(directory / "identity.key").peer_id for directory in directories]
 
 
 class DemoSwarm:
@@ -80,6 +92,8 @@ class DemoSwarm:
                 if not all(node.alive() for node in self.all_nodes):
                     return
                 self.update(now)
+                for text in self.news():
+                    console.print(Text(text), soft_wrap=not console.is_terminal)
                 if live is not None:
                     live.update(self.table(now, console.width))
                 elif now - printed >= LINE_INTERVAL:
@@ -109,6 +123,10 @@ class DemoSwarm:
             now: Seconds since the start of the demo.
         """
         raise NotImplementedError
+
+    def news(self) -> Sequence[str]:
+        """Return texts to print once, above the table."""
+        return ()
 
     def is_over(self, now: float) -> bool:
         raise NotImplementedError

@@ -15,40 +15,58 @@ from swarmnode.observe.top import short_id
 
 WIDE = 120
 """Least width of a terminal for all columns. Narrower terminals show the important ones."""
+SHOWN_SECONDS = 3.0
+"""Time in a phase from which it is shown."""
+ANSWER_CHARACTERS = 200
+"""Length of a shown question or answer."""
 
 
-def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table:
+def table(
+    nodes: Sequence[DemoNode], clock: str, steps: int | None = None, width: int = WIDE
+) -> Table:
     """Return a table with one row per node.
 
     Args:
-        seconds: Seconds since the start of the demo.
+        clock: Time since the start, and the time that is left.
+        steps: Number of steps of the demo; None if it ends by the clock.
         width: Width of the terminal, at least 80.
     """
     wide = width >= WIDE
-    out = slim_table(f"swarmnode demo, {seconds:.0f} s")
+    out = slim_table(f"swarmnode demo, {clock}")
     out.add_column("node")
     out.add_column("phase")
-    for heading in ("step", "peers", "own", "peers'", "held-out", "used", "rejected", "apart"):
+    for heading in ("step", "own", "peers'", "held-out", "used", "averaged", "rejected"):
         out.add_column(heading, justify="right")
-    for heading in ("published", "admitted", "averaged") if wide else ():
+    for heading in ("peers", "published", "admitted") if wide else ():
         out.add_column(heading, justify="right")
     for node in nodes:
-        v = node.view
-        start, end = _format_short(v.held_out_start), _format_short(v.held_out)
+        report, rollouts = node.report, node.status.rollouts
+        counts = (node.status.network.peers.connected, rollouts.published)
         out.add_row(
-            node_and_peer(node),
-            v.phase,
-            str(v.step),
-            str(v.peers),
-            _format_short(v.reward_own),
-            _format_short(v.reward_external),
-            f"{start}→{end}" if v.held_out is not None else "–",
-            str(v.used),
-            str(sum(v.rejected.values())),
-            _format_percent(v.distance),
-            *((str(v.published), str(v.admitted), str(v.exchanges)) if wide else ()),
+            node_and_peer(node) if wide else node.name,
+            phase(node),
+            step(node, steps),
+            short(report.reward_own),
+            short(report.reward_external),
+            f"{short(node.rise.before)}→{short(node.rise.after)}",
+            str(report.external_groups_total),
+            str(node.averaging.exchanges_total),
+            str(sum(rollouts.admission.rejected.values())),
+            *(map(str, (*counts, rollouts.admission.admitted)) if wide else ()),
         )
     return out
+
+
+def phase(node: DemoNode) -> str:
+    """Return what the node is doing, with the time if it takes long."""
+    seconds = node.pace.phase_seconds
+    return f"{node.phase} {seconds:.0f} s" if seconds >= SHOWN_SECONDS else node.phase
+
+
+def step(node: DemoNode, steps: int | None) -> str:
+    """Return the number of completed steps, `n of m` if the demo has `steps` steps."""
+    done = node.report.step
+    return str(done) if steps is None else f"{min(done, steps)} of {steps}"
 
 
 def slim_table(title: str, caption: str = "") -> Table:
@@ -67,17 +85,45 @@ def slim_table(title: str, caption: str = "") -> Table:
 
 def node_and_peer(node: DemoNode) -> str:
     """Return the name of a node and the end of its peer id."""
-    return f"{node.name} {short_id(node.view.peer)}" if node.view.peer else node.name
+    peer = node.status.node.peer
+    return f"{node.name} {short_id(peer)}" if peer else node.name
 
 
-def status_line(nodes: Sequence[DemoNode], seconds: float) -> str:
-    """Return the status of all nodes as one line."""
-    parts = [
-        f"{node.name} {node.view.phase} step {node.view.step} held-out {reward(node.view.held_out)}"
-        f" used {node.view.used} apart {_format_percent(node.view.distance)}"
-        for node in nodes
-    ]
-    return f"{seconds:4.0f} s  " + " | ".join(parts)
+def status_line(nodes: Sequence[DemoNode], clock: str, steps: int | None = None) -> str:
+    """Return the status of all nodes as one line, see `table`."""
+    return f"{clock}: " + " | ".join(_status(node, steps) for node in nodes)
+
+
+def _status(node: DemoNode, steps: int | None) -> str:
+    report, after, swaps = node.report, node.rise.after, node.averaging.exchanges_total
+    if after is None:
+        return f"{node.name} {phase(node)}"
+    return (
+        f"{node.name} {phase(node)}, step {step(node, steps)}, reward {short(report.reward_own)},"
+        f" held-out {short(after)}, used {report.external_groups_total}, averaged {swaps}"
+    )
+
+
+def answers(nodes: Sequence[DemoNode]) -> str:
+    """Return the first held-out question with the first answer of each node at its last
+    evaluation. Before training, all nodes answer alike."""
+    found = [(node.name, pair) for node in nodes if (pair := node.answers()) is not None]
+    if not found:
+        return ""
+    _, (before, _) = found[0]
+    answered = [("before", before)]
+    answered += [(f"{name} now", last) for name, (first, last) in found if last.step > first.step]
+    width = max(len("question"), *(len(name) for name, _ in answered))
+    lines = [f"{'question':{width}}  {_one_line(before.prompt)}"]
+    for name, sample in answered:
+        answer = sample.completions[0]
+        lines.append(f"{name:{width}}  {_one_line(answer.text)}  (reward {short(answer.reward)})")
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= ANSWER_CHARACTERS else f"{line[:ANSWER_CHARACTERS]}…"
 
 
 def print_verdict(console: Console, findings: Sequence[Finding]) -> None:
@@ -101,13 +147,5 @@ def print_verdict(console: Console, findings: Sequence[Finding]) -> None:
     )
 
 
-def _format_percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _format_short(value: float | None) -> str:
+def short(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def reward(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

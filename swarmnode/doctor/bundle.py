@@ -58,7 +58,7 @@ PACKAGES = (
 )
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 LEAST_SECRET = 6
-"""Least length of a secret, characters. Shorter values occur in ordinary text."""
+"""Minimum length of a secret in characters. Shorter values occur in ordinary text."""
 INVITE = re.compile(r"[^\s\"']*/swarm/[0-9a-fA-F]{64}")
 """An invite names the swarm and its peers, which should stay private for a private swarm."""
 USERINFO = re.compile(r"(?<=://)[^/\s\"'@]+@")

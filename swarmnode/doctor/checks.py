@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.gguf import is_gguf
 from swarmnode.install import install_command, torch_remedy
-from swarmnode.model_defaults import EMBEDDED, defaults_for
+from swarmnode.model_defaults import EMBEDDED
+from swarmnode.policy.convert import cached_copy
 from swarmnode.settings import CUDA_TORCH, unsuitable_values
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
@@ -222,71 +224,12 @@ class ReachFacts:
     """True if peers on other machines are configured."""
 
 
-def check_reachability(f: ReachFacts) -> Check:
-    """Judge reachability by the listen addresses. Firewalls cannot be seen from inside."""
-    name = "reachability"
-    if f.announced:
-        return ok(name, f"announces {', '.join(f.announced)}")
-    listening = [ipaddress.ip_address(host) for host in f.listen_hosts]
-    anywhere = any(ip.is_unspecified for ip in listening)
-    if all(ip.is_loopback for ip in listening):
-        if not f.has_remote_peers:
-            return ok(name, "this machine only; no peers on other machines are configured")
-        return warn(
-            name,
-            "outbound only: the node listens on loopback, so no peer can dial it",
-            'set network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port is reachable; the'
-            " node also works without",
-        )
-    own_ips = [ipaddress.ip_address(ip) for ip in f.own_ips]
-    public = [ip for ip in (own_ips if anywhere else listening) if ip.is_global]
-    if public:
-        return ok(name, f"public address {public[0]}; a firewall must admit its port")
-    return warn(
-        name,
-        "behind NAT: no public address, so peers outside of this network need a relay to reach it",
-        "forward the port and set network.announce_addrs to the public address, or do nothing:"
-        " outbound connections work",
-    )
-
-
 @dataclass(frozen=True)
 class RouterFacts:
-    matters: bool = False
-    """False if no router matters: the node listens on loopback only, or has a public address."""
     kind: Literal["none", "public", "carrier", "private"] = "none"
     """Kind of its external address, see `p2p.gateway`; without a router, of an interface of this
     machine."""
     outside: str = ""
-
-
-def check_router(f: RouterFacts) -> Check:
-    """Judge the NAT between this machine and the internet by the router's external address."""
-    name = "router"
-    if f.kind == "carrier":
-        return warn(
-            name,
-            "carrier-grade NAT: the provider shares one public address among customers"
-            f" (external address {f.outside})",
-            "no port can be forwarded, so peers need a relay; ask the provider for a public address"
-            " or IPv6",
-        )
-    if f.kind == "private":
-        return warn(
-            name,
-            f"double NAT: the external address {f.outside} is private",
-            "forward the port on both routers, or do nothing: peers use a relay",
-        )
-    if f.kind == "public":
-        return ok(name, f"external address {f.outside}; the node requests a port forwarding (UPnP)")
-    return ok(
-        name,
-        (
-            "no answer to UPnP: forward the port by hand if you want inbound connections"
-            if f.matters
-            else "not involved"
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -300,29 +243,63 @@ class DialBackFacts:
     """Number of peers that relay connections to this node."""
 
 
-def check_dial_back(f: DialBackFacts) -> Check:
-    """Judge reachability by the dial-backs of peers."""
-    name = "dial-back"
-    seen = f" at {f.observed}" if f.observed else ""
-    if f.verdict == "public":
-        return ok(name, f"peers reach this node{seen}")
-    if f.verdict == "unknown":
-        return ok(name, "unknown: no peer on another machine has dialled this node")
+def check_reachability(
+    f: ReachFacts, dial_back: DialBackFacts | None = None, router: RouterFacts | None = None
+) -> Check:
+    """Judge reachability: by the dial-backs of peers, or else by the listen addresses and the
+    router. Firewalls cannot be seen from inside."""
+    name, dial_back, router = "reachability", dial_back or DialBackFacts(), router or RouterFacts()
+    if dial_back.verdict == "public":
+        seen = dial_back.observed
+        near = " in the local network" if seen and not ipaddress.ip_address(seen).is_global else ""
+        return ok(name, f"peers{near} reach this node{f' at {seen}' if seen else ''}")
+    if dial_back.relays:
+        relays = "1 relay serves" if dial_back.relays == 1 else f"{dial_back.relays} relays serve"
+        return ok(name, f"peers cannot dial this node; {relays} it")
+    listening = [ipaddress.ip_address(host) for host in f.listen_hosts]
+    if not f.announced and all(ip.is_loopback for ip in listening):
+        if not f.has_remote_peers:
+            return ok(name, "this machine only; no peers on other machines are configured")
+        return warn(
+            name,
+            "outbound only: the node listens on loopback, so no peer can dial it",
+            'set network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port is reachable; the'
+            " node also works without",
+        )
+    anywhere = any(ip.is_unspecified for ip in listening)
+    own_ips = [ipaddress.ip_address(ip) for ip in f.own_ips]
+    public = [ip for ip in (own_ips if anywhere else listening) if ip.is_global]
     remedy = (
         "forward the port and set network.announce_addrs to the public address, or do nothing:"
         " outbound connections work"
     )
-    if f.relays:
-        return ok(
-            name,
-            f"peers cannot dial this node; {f.relays} relay{'' if f.relays == 1 else 's'} serve"
-            f"{'s' if f.relays == 1 else ''} it",
+    if f.announced:
+        what = f"announces {', '.join(f.announced)}"
+    elif public:
+        what = f"public address {public[0]}; a firewall must admit its port"
+    elif router.kind == "public":
+        what = f"external address {router.outside}; the node requests a port forwarding (UPnP)"
+    elif router.kind == "carrier":
+        what = (
+            "carrier-grade NAT: the provider shares one public address among customers (external"
+            f" address {router.outside})"
         )
-    return warn(
-        name,
-        "peers cannot dial this node, and no peer relays for it: it uses outbound connections only",
-        remedy,
-    )
+        remedy = (
+            "no port can be forwarded, so peers need a relay; ask the provider for a public address"
+            " or IPv6"
+        )
+    elif router.kind == "private":
+        what = f"double NAT: the external address {router.outside} is private"
+        remedy = "forward the port on both routers, or do nothing: peers use a relay"
+    else:
+        what = (
+            "behind NAT: no public address, so peers outside of this network need a relay to reach"
+            " it"
+        )
+    if dial_back.verdict == "private":
+        return warn(name, f"peers cannot dial this node, and no peer relays for it; {what}", remedy)
+    good = f.announced or public or router.kind == "public"
+    return ok(name, what) if good else warn(name, what, remedy)
 
 
 @dataclass(frozen=True)
@@ -585,7 +562,6 @@ class ServerFacts:
     """Properties that the server of `policy.server.url` reports."""
 
     url: str
-    kind: str
     error: str = ""
     """Reason for which the server cannot be used; empty if it responds."""
     version: str = ""
@@ -598,7 +574,7 @@ class ServerFacts:
     """Highest rank of an adapter; 0 if it accepts none, None if it does not report it."""
 
 
-START_SERVER = "start it with the line that `swarmnode serve-command` prints"
+START_SERVER = "start it with the line that `swarmnode vllm-command` prints"
 
 
 def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig) -> Check:
@@ -608,8 +584,8 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
     if f.error:
         return warn(name, f"{f.error}; the node samples with its own engine", START_SERVER)
     wrong, served = [], Path(f.model).name
-    is_ours = served.startswith("swarmnode-weights-")  # SGLang reports the last loaded weights
-    if served != Path(policy.model).name and policy.model != EMBEDDED and not is_ours:
+    own = cached_copy(policy.model) if is_gguf(policy.model) else Path(policy.model)
+    if served != own.name and policy.model != EMBEDDED:
         wrong.append(f"it serves {f.model}, not {policy.model}")
     if f.logprobs not in ("", "processed_logprobs"):
         wrong.append(f"its log-probabilities are {f.logprobs}")
@@ -618,19 +594,19 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
         wrong.append(f"it accepts {accepted}, policy.lora.r is {policy.lora.r}")
     if f.context is not None and f.context <= training.max_completion_length:
         wrong.append(f"its context of {f.context} tokens is shorter than the longest answer")
-    what = f"{f.kind} {f.version} at {f.url}"
+    what = f"vLLM {f.version} at {f.url}"
     if wrong:
         return warn(name, f"{what}: {'; '.join(wrong)}", START_SERVER)
     return ok(name, f"{what} serves {f.model}{f' in {f.dtype}' if f.dtype else ''}")
 
 
-def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:
+def check_training(config: Config) -> list[Check]:
     """Judge whether the training settings suit the model; one warning per unsuitable setting."""
     name = "training"
-    found = [line.rpartition(": ") for line in unsuitable_values(policy, training)]
+    found = [line.rpartition(": ") for line in unsuitable_values(config)]
     if found:
         return [warn(name, what, remedy) for what, _, remedy in found]
-    trained = defaults_for(policy.model, policy.lora.r).trained
+    training, trained = config.training, config.model_defaults.trained
     return [
         ok(
             name,
@@ -682,7 +658,8 @@ def check_config(f: ConfigFacts) -> Check:
         return warn(
             name,
             f"http.host is {f.http_host}: anyone who reaches this machine can read status and logs",
-            "safe in a container or behind a firewall; otherwise set it to 127.0.0.1",
+            "safe in a container or behind a firewall; otherwise set it to 127.0.0.1, and"
+            " http.metrics for Prometheus",
         )
     return ok(name, f"valid, from {', '.join(f.sources) or 'defaults'}")
 

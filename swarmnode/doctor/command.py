@@ -89,12 +89,10 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     listen = probes.listen_addresses(config.network.listen_addrs, data_dir)
     for port in probes.ports(listen, config.http, running):
         yield checks.check_port(port)
-    yield from checks.check_training(config.policy, config.training)
+    yield from checks.check_training(config)
     yield checks.check_files(probes.open_files(), config.network.max_connections)
-    status = probes.status(data_dir) if running else probes.RunningNode()
+    status = probes.status(data_dir) if running else {}
     yield checks.check_clock(probes.clock(data_dir, status))
-    reachability = probes.reachability(listen, config.network)
-    yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
     usable = key.exists() and not (probes.locked(key) and passphrase.from_environment() is None)
     own = key if usable and not running else None  # the running node's connections stay
@@ -109,8 +107,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     )
     yield from checks.check_peers(peers, is_bootstrap)
     dial_back = probes.dialled_back(status) if running else dial_back
-    yield checks.check_dial_back(dial_back)
-    yield checks.check_router(probes.router(reachability, dial_back.observed))
+    reach = probes.reachability(listen, config.network)
+    yield checks.check_reachability(reach, dial_back, probes.router(reach, dial_back))
     if config.policy.server.url:
         facts = probes.server(config.policy.server, config.policy.lora.r > 0)
         yield checks.check_server(facts, config.policy, config.training)

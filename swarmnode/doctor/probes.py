@@ -12,6 +12,7 @@ import errno
 import fcntl
 import ipaddress
 import json
+import math
 import os
 import re
 import socket
@@ -20,10 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -47,8 +48,9 @@ from swarmnode.doctor.checks import (
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, classify_address
+from swarmnode.policy.convert import prepare
 from swarmnode.policy.engine.client import ServerFailed
-from swarmnode.policy.engine.servers import make_server
+from swarmnode.policy.engine.vllm import VllmServer
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
@@ -181,6 +183,7 @@ def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) ->
     wanted = [
         *(("network.listen_addrs", host, port) for host, port in listen),
         ("http.port", http.host, http.port),
+        *([("http.metrics", *http.metrics_address)] if http.metrics_address else []),
     ]
     facts = []
     for name, host, port in wanted:
@@ -226,17 +229,14 @@ def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> R
     )
 
 
-def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
-    """Examine the router, if one matters.
-
-    Args:
-        facts: Result of `reachability`.
-        observed: IP address of this machine as peers see it.
-    """
+def router(facts: ReachFacts, dial_back: DialBackFacts) -> RouterFacts:
+    """Examine the router, unless peers reach this node, or no router matters: the node listens on
+    loopback only, or has a public address."""
     listening = [ipaddress.ip_address(host) for host in facts.listen_hosts]
     own = [ipaddress.ip_address(ip) for ip in facts.own_ips]
     if (
-        facts.announced
+        dial_back.verdict == "public"
+        or facts.announced
         or all(ip.is_loopback for ip in listening)
         or any(ip.is_global for ip in own if ip.version == 4)
     ):
@@ -246,8 +246,8 @@ def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
     except ChildFailed:
         found = Gateway()
     if not found.outside and (carrier := next((ip for ip in carrier_addresses() if ip), "")):
-        return RouterFacts(True, "carrier", carrier)
-    return RouterFacts(True, classify_address(found.outside, observed), found.outside)
+        return RouterFacts("carrier", carrier)
+    return RouterFacts(classify_address(found.outside, dial_back.observed), found.outside)
 
 
 def carrier_addresses() -> list[str]:
@@ -311,21 +311,26 @@ def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
     return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host, port in free]
 
 
-def dialled_back(node: RunningNode) -> DialBackFacts:
+def dialled_back(status: Mapping[str, object]) -> DialBackFacts:
     """Return the dial-back facts of the running node."""
-    reach = node.network.nat.reach
-    return DialBackFacts(reach.verdict, reach.observed, len(node.network.nat.client.relays))
+    nat: dict[str, object] = client.field(status, "snapshot.network.nat", {})
+    verdict = client.field(nat, "reach.verdict", "")
+    return DialBackFacts(
+        "public" if verdict == "public" else "private" if verdict == "private" else "unknown",
+        client.field(nat, "reach.observed", ""),
+        len(client.field(nat, "client.relays", [])),
+    )
 
 
 # ---- clock ---------------------------------------------------------------------------------------
 
 
-def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
+def clock(data_dir: Path, status: Mapping[str, object]) -> ClockFacts:
     """Collect facts about the clock.
 
     Args:
         data_dir: The data directory.
-        node: Status of the running node; empty if none is running.
+        status: Status of the running node; empty if none is running.
     """
     newest = None
     for path in (
@@ -335,15 +340,16 @@ def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
     ):
         with contextlib.suppress(OSError):
             newest = max(newest or 0.0, path.stat().st_mtime)
-    ignored = node.rollouts.admission.ignored
+    rollouts: dict[str, object] = client.field(status, "snapshot.rollouts", {})
+    offset = client.field(status, "snapshot.swarm.clock_offset_seconds", math.nan)
     return ClockFacts(
         time.time(),
         newest,
         kernel_synchronised(),
-        node.rollouts.received,
-        ignored.get("future", 0),
-        ignored.get("stale", 0),
-        node.swarm.clock_offset_seconds,
+        client.field(rollouts, "received", 0),
+        client.field(rollouts, "admission.ignored.future", 0),
+        client.field(rollouts, "admission.ignored.stale", 0),
+        None if math.isnan(offset) else offset,
     )
 
 
@@ -369,6 +375,8 @@ def device(config: Config, trial: bool = False) -> DeviceFacts:
     """
     cfg, request = config.policy, config.model_dump_json(include={"policy", "training"})
     hardware, driver = gpus(), nvidia_driver()
+    with contextlib.suppress(Unavailable):  # the child fails as well, and the result has the reason
+        prepare(cfg.model)
     try:
         found = examined(request, *(["--trial"] if trial else []))
     except ChildFailed as failed:
@@ -417,8 +425,7 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
     """Query the configured inference server."""
-    client = make_server(settings, adapter)
-    facts = ServerFacts(settings.url, client.name)
+    client, facts = VllmServer(settings.url, adapter), ServerFacts(settings.url)
     try:
         about, flags = client.about(), client.settings()
     except ServerFailed as failed:
@@ -498,59 +505,15 @@ def child(
         raise ChildFailed(reason) from None
 
 
-class RunningReach(msgspec.Struct, frozen=True):
-    verdict: Literal["unknown", "public", "private"] = "unknown"
-    observed: str = ""
-
-
-class RunningRelays(msgspec.Struct, frozen=True):
-    relays: list[str] = []
-
-
-class RunningNat(msgspec.Struct, frozen=True):
-    reach: RunningReach = RunningReach()
-    client: RunningRelays = RunningRelays()
-
-
-class RunningNetwork(msgspec.Struct, frozen=True):
-    nat: RunningNat = RunningNat()
-
-
-class RunningAdmission(msgspec.Struct, frozen=True):
-    ignored: dict[str, int] = {}
-
-
-class RunningRollouts(msgspec.Struct, frozen=True):
-    received: int = 0
-    admission: RunningAdmission = RunningAdmission()
-
-
-class RunningSwarm(msgspec.Struct, frozen=True):
-    clock_offset_seconds: float | None = None
-
-
-class RunningNode(msgspec.Struct, frozen=True):
-    """The fields that are read from a running node's snapshot."""
-
-    network: RunningNetwork = RunningNetwork()
-    rollouts: RunningRollouts = RunningRollouts()
-    swarm: RunningSwarm = RunningSwarm()
-
-
-class Status(msgspec.Struct, frozen=True):
-    snapshot: RunningNode
-
-
-def status(data_dir: Path) -> RunningNode:
+def status(data_dir: Path) -> Mapping[str, object]:
     """Return the status of the node that runs in this data directory; empty if none responds."""
     try:
         place = address.read_address(data_dir)
         if place is None:
-            return RunningNode()
-        body = client.fetch_status(place, points=1, seconds=STATUS_SECONDS)
-        return msgspec.json.decode(body, type=Status).snapshot
-    except (Unavailable, msgspec.MsgspecError, RecursionError):
-        return RunningNode()
+            return {}
+        return client.decode_status(place, client.fetch_status(place, 1, STATUS_SECONDS))
+    except Unavailable:
+        return {}
 
 
 def open_files() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_trainer
 from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, ToNetwork, ToTrainer, Welcome
-from swarmnode.stages import wire
+from swarmnode.stages import crew_messages
 from swarmnode.weights import local
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Link:
         data_dir: Path,
         hello: Callable[[], Hello],
         weights: Callable[[local.ToTrainer], None] = lambda message: None,
-        stages: Callable[[wire.ToTrainer], None] = lambda message: None,
+        stages: Callable[[crew_messages.ToTrainer], None] = lambda message: None,
     ) -> None:
         self._data_dir = data_dir
         self._hello = hello
@@ -178,7 +178,7 @@ class Link:
     def _receive(self, message: ToTrainer) -> None:
         if isinstance(message, Welcome | Drawn):
             self._inbox.put(message)
-        elif isinstance(message, wire.ToTrainer):
+        elif isinstance(message, crew_messages.ToTrainer):
             self._stages(message)
         else:
             self._weights(message)

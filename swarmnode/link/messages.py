@@ -9,9 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.drops import DropCounts
-from swarmnode.policy.engine.servers import ServerStatistics
+from swarmnode.policy.engine.vllm import ServerStatistics
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
-from swarmnode.stages import wire
+from swarmnode.stages import crew_messages
+from swarmnode.stages.crew_messages import FromTrainer
 from swarmnode.weights import local
 
 __all__ = [
@@ -59,7 +60,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class WeightsReport(msgspec.Struct, frozen=True):
     """State of averaging in the trainer. Totals are counted as in Report."""
 
-    rule: str = ""
     fragments: int = 1
     outer_step: int = 0
     """Number of outer steps of the fragment with the fewest."""
@@ -103,27 +103,34 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
     phase: str
     """loading, generating, training, evaluating, paused or draining."""
+    activity: str = ""
+    """Progress within the phase, such as `evaluating 64 of 576`; empty if nothing is known."""
     step: int = 0
+    max_steps: int = 0
+    """`training.max_steps`."""
     policy_version: int = 0
     step_seconds: float | None = None
     generate_seconds: float | None = None
     train_seconds: float | None = None
     reward_own: float | None = None
     reward_external: float | None = None
+    held_out_questions: str = ""
+    """Name of the held-out questions; other tasks have another name."""
     reward_held_out: float | None = None
     reward_held_out_error: float | None = None
     """Standard error of `reward_held_out` over its questions."""
+    reward_held_out_step: int | None = None
+    """Step after which `reward_held_out` was measured."""
     reward_held_out_start: float | None = None
+    """First `reward_held_out` on these questions."""
+    reward_held_out_start_error: float | None = None
     loss: float | None = None
     entropy: float | None = None
     kl: float | None = None
-    clip_fraction: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     zero_advantage_share: float | None = None
     external_share: float | None = None
-    correction_mean: float | None = None
-    """Mean weight of the external groups' completions, in [0, 1]."""
     effective_own: float | None = None
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
     effective_external: float | None = None
@@ -146,12 +153,13 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     completion_tokens_p95: int | None = None
     completion_cut_share: float | None = None
     """Share of these completions that ended at the length limit."""
+    cut_rewarded_share: float | None = None
+    """Share of these completions that ended at the length limit and earned 1; None if they are not
+    trained on (`mask_truncated`)."""
     own_groups: int = 0
     """Own groups of the last step (I)."""
     external_groups: int = 0
     """External groups of the last step (J)."""
-    replayed_groups: int = 0
-    """Groups of earlier steps, own and external, on which the last step trained again."""
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0
@@ -180,9 +188,10 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, from the last step that used the task."""
-    top_answer_share: float | None = None
-    """Share of the latest majorities for the most frequent answer; None without a verifier
-    `majority`."""
+    learning: str = ""
+    """`unmoved` or `collapsed`, see `trainer.learning`; empty for a run that may be learning."""
+    learning_problem: str = ""
+    """The problem and its remedy in one line."""
     signals: dict[str, float] = {}
     """Expected share of groups with a signal, by task and difficulty; empty if both follow from a
     question's number."""
@@ -192,7 +201,16 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """Completions whose reward function failed, by task, since the process started."""
     last_reward_error: str = ""
     """The last of these errors in one line, starting with the task."""
+    refusals: dict[str, int] = {}
+    """Actions that the scorer's sandbox refused, by task, since the process started."""
+    last_refusal: str = ""
+    """The last of these actions, starting with the task."""
     state_saved_step: int = 0
+    state_due_at: float | None = None
+    """Unix time at which a save of the state became due that is not on disk; None if none is
+    due."""
+    state_error: str = ""
+    """Error of the last save of the state; empty if it succeeded."""
     drops: dict[str, DropCounts] = {}
     """Counts of dropped items, by the fields of `TrainerDrops`."""
     peers_used: dict[str, int] = {}
@@ -201,5 +219,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """None if nothing is averaged."""
 
 
-ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | wire.FromTrainer
-ToTrainer = Welcome | Drawn | local.ToTrainer | wire.ToTrainer
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | FromTrainer
+ToTrainer = Welcome | Drawn | local.ToTrainer | crew_messages.ToTrainer

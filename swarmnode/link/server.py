@@ -13,7 +13,13 @@ import trio
 from swarmnode.files import unix_listener
 from swarmnode.link.frames import SOCKET, FrameError, Unpacker, pack, to_network
 from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
-from swarmnode.stages import wire
+from swarmnode.stages.crew_messages import (
+    FromTrainer,
+    StageFault,
+    StageStatus,
+    ToTrainer,
+    TrainerOffer,
+)
 from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.link")
@@ -22,7 +28,7 @@ WRITE_SECONDS = 10.0
 MAX_QUEUED_MESSAGES = 256
 """Maximum number of unrequested messages that wait for the trainer; further ones are dropped."""
 
-Unrequested = local.ToTrainer | wire.ToTrainer
+Unrequested = local.ToTrainer | ToTrainer
 
 
 class TrainerHandler(Protocol):
@@ -34,7 +40,7 @@ class TrainerHandler(Protocol):
     def judged(self, judged: Judged) -> None: ...
     def report(self, report: Report) -> None: ...
     def weights(self, message: local.FromTrainer) -> None: ...
-    def stages(self, message: wire.FromTrainer) -> None: ...
+    def stages(self, message: FromTrainer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
-            case wire.TrainerOffer() | wire.StageStatus() | wire.StageFault():
+            case TrainerOffer() | StageStatus() | StageFault():
                 self._handler.stages(message)
             case _:
                 self._handler.weights(message)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import h11
@@ -20,6 +21,7 @@ from swarmnode.errors import Unavailable
 from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.logs import clean_text
 
+T = TypeVar("T")
 DEADLINE_SECONDS = 5.0
 MAX_BYTES = 4 * 2**20
 """Largest accepted body. A node with 1000 peers and a full log answers with 1 MB."""
@@ -69,6 +71,15 @@ def decode_status(address: NodeAddress, body: bytes) -> dict[str, object]:
     raise Unavailable(
         f"the node at {address.url} is of another version: use the swarmnode of that version"
     )
+
+
+def field(status: Mapping[str, object], path: str, default: T) -> T:
+    """Return the value at a path such as `snapshot.network.nat.reach` of a status, or `default` if
+    there is none of its type. A node of another version may answer."""
+    found: object = status
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, type(default)) else default
 
 
 def _no_answer(address: NodeAddress, why: str) -> Unavailable:

@@ -12,7 +12,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from swarmnode.histogram import Histogram
-from swarmnode.observe.metrics import METRICS, Labels, Metric
+from swarmnode.observe.computed import Labels
+from swarmnode.observe.metrics import METRICS, Metric
 from swarmnode.observe.snapshot import NodeSnapshot
 
 MAX_SERIES = 128

@@ -14,7 +14,7 @@ import msgspec
 from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.stages.service import StagesStatistics
+from swarmnode.stages.network.crew_service import StagesStatistics
 
 MAX_LOOP_SILENCE = 30.0
 """Seconds without a turn of the event loop's timer after which the process counts as hung."""
@@ -31,10 +31,10 @@ DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
 
-COLLAPSED_SHARE = 0.9
-"""Share of majority votes for one answer above which it is reported."""
+CUT_REWARDED_SHARE = 0.2
+"""Share of answers in recent steps that are cut and earn 1 above which it is reported."""
 CUT_SHARE = 0.9
-"""Share of a step's answers cut at the length limit above which it is reported."""
+"""Share of answers in recent steps cut at the length limit above which it is reported."""
 NOT_FINITE_STEPS = 5
 STEPS_WITHOUT_UPDATE = 20
 """Steps in a row without an update after which it is reported."""
@@ -96,7 +96,7 @@ REASON_TEXTS = {
 """Reasons as text; other reasons are shown by name."""
 
 PAUSE_TEXTS = {
-    "quiet_hours": "quiet hours: no training and no sharing",
+    "quiet_hours": "quiet hours{until}: no training and no sharing",
     "owner": "paused by its owner: `swarmnode resume` continues",
     "battery": "training is paused: the machine runs on battery power",
     "busy": "training is paused: other programs use the machine",
@@ -141,7 +141,9 @@ def ready(s: NodeSnapshot) -> Verdict:
             if s.stages.crew.stage is None
             else "its stage is not loaded yet"
         )
-        reasons.append(waiting if s.stages.enabled else "the policy is not loaded yet")
+        doing = s.supervisor.loading.get("trainer", "")
+        loading = f"the policy is not loaded yet{': ' if doing else ''}{doing}"
+        reasons.append(waiting if s.stages.enabled else loading)
         if why := s.supervisor.down.get("trainer"):
             reasons.append(f"the trainer ended: {why}")
     return _verdict(reasons)
@@ -163,7 +165,12 @@ def troubles(s: NodeSnapshot) -> list[str]:
     found = []
     if s.node.sharing and s.budget.paused.get("month"):
         found.append("the monthly byte limit is reached; sharing is paused until the next month")
-    found += [text for reason, text in PAUSE_TEXTS.items() if s.budget.paused.get(reason)]
+    end = s.node.quiet_hours.partition("-")[2]
+    found += [
+        text.format(until=f" until {end}" if end else "")
+        for reason, text in PAUSE_TEXTS.items()
+        if s.budget.paused.get(reason)
+    ]
     if s.successor.problems:
         problems = "; ".join(s.successor.problems)
         found.append(
@@ -178,7 +185,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
     # the clock may have been set back
     uptime = abs(s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
-    if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
+    stopping = report is not None and report.phase == "draining"
+    if s.node.trainer and s.health.policy_loaded and not s.trainer.connected and not stopping:
         why = s.supervisor.down.get("trainer")
         found.append(f"the trainer is not connected{': ' if why else ''}{why or ''}")
     if (
@@ -186,11 +194,14 @@ def troubles(s: NodeSnapshot) -> list[str]:
         and s.trainer.connected
         and report is not None
         and age is not None
+        and report.step_seconds is not None  # the first step may take long
         and report.phase not in ("loading", "paused", "draining")
     ):
-        limit = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
+        limit = max(STALL_FLOOR_SECONDS, STALL_STEPS * report.step_seconds)
         if age > limit:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
+    if report is not None and report.state_error:
+        found.append(f"the trainer's state is not saved: {report.state_error}")
     if s.node.sharing and s.network.peers.connected == 0 and uptime > LONELY_SECONDS:
         found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
     own, stopped = s.stages.own, s.stages.crew.stopped_seconds
@@ -234,21 +245,36 @@ def troubles(s: NodeSnapshot) -> list[str]:
         found.append(
             f"the reward failed for {failed} completions, which count as 0; the last error: {last}"
         )
+    refused = sum(s.scorer.refusals.values()) + (
+        sum(report.refusals.values()) if report is not None else 0
+    )
+    if refused:
+        last = (report.last_refusal if report is not None else "") or s.scorer.last_refusal
+        found.append(
+            f"the scorer's sandbox refused {refused} actions of a task's code, so its rewards may"
+            f" be wrong; the last: {last}; do this at the top of the module"
+        )
     if report is not None and report.server is not None and report.server.reason:
         server = report.server
         found.append(
-            f"the {server.kind} server at {server.url} does not sample, this node's engine does:"
+            f"the vLLM server at {server.url} does not sample, this node's engine does:"
             f" {server.reason}"
         )
-    if report is not None and (report.top_answer_share or 0.0) > COLLAPSED_SHARE:
+    if report is not None and report.learning_problem:
+        found.append(report.learning_problem)
+    cut, rewarded = (
+        s.trainer.recent.get(name, 0.0) for name in ("completion_cut_share", "cut_rewarded_share")
+    )
+    if cut > CUT_SHARE:
         found.append(
-            f"{report.top_answer_share:.0%} of the majority votes chose the same answer: stop the"
-            " node and restore an earlier state"
-        )
-    if report is not None and (report.completion_cut_share or 0.0) > CUT_SHARE:
-        found.append(
-            f"{report.completion_cut_share:.0%} of the answers are cut at"
+            f"{cut:.0%} of the answers are cut at"
             " training.max_completion_length: raise it, or let the model answer briefly"
+        )
+    if rewarded > CUT_REWARDED_SHARE:
+        found.append(
+            f"{rewarded:.0%} of the answers are cut and earn 1, so the policy does"
+            ' not learn to stop: set training.options = ["mask_truncated"], or nothing_after for'
+            " a dataset"
         )
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:
         found.append(

@@ -7,6 +7,7 @@ an interval of one second, then an hour at two seconds, and so on.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,12 +42,21 @@ def _report(field: str) -> Callable[[NodeSnapshot], float | None]:
     )
 
 
+def _terms(s: NodeSnapshot) -> float | None:
+    """Return a number that differs between two manifests or sets of held-out questions."""
+    report = s.trainer.report
+    if report is None or not report.held_out_questions:
+        return None
+    return zlib.crc32(f"{s.node.swarm} {report.held_out_questions}".encode())
+
+
 COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
     "at": lambda s: round(s.at, 3),
     "reward_own": _report("reward_own"),
     "reward_external": _report("reward_external"),
     "reward_held_out": _report("reward_held_out"),
     "reward_held_out_error": _report("reward_held_out_error"),
+    "terms": _terms,
     "completion_tokens": _report("completion_tokens"),
     "completion_tokens_p95": _report("completion_tokens_p95"),
     "completion_cut_share": _report("completion_cut_share"),

@@ -7,6 +7,9 @@
     /readyz    200 while the node is ready, otherwise 503 with the reasons
     /          the status page; its other files are /app.js, /style.css and /icon.svg
 
+A second listener, `http.metrics`, serves METRICS_PATHS only, so that Prometheus on another machine
+needs no access to answers, peers and log.
+
 Nothing here changes the node and nothing needs a secret. Three rules protect the operator:
 
 * A page on a web site must not read the node through the operator's browser. The node is bound to
@@ -23,6 +26,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
@@ -66,6 +70,8 @@ PAGE = {
     "/style.css": ("style.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+METRICS_PATHS = frozenset({"/metrics", "/healthz", "/readyz"})
+"""Paths of the listener `http.metrics`."""
 HEADERS = (
     (
         b"content-security-policy",
@@ -160,6 +166,7 @@ class HttpRoutes:
     Args:
         snapshot: returns the present state of the node.
         only_loopback: refuse Host headers that do not name this machine.
+        only_metrics: serve METRICS_PATHS only.
         data_dir: directory of the trainer's samples; None for none.
         now: returns the seconds of any clock.
     """
@@ -172,6 +179,7 @@ class HttpRoutes:
         only_loopback: bool,
         data_dir: Path | None = None,
         now: Callable[[], float] = trio.current_time,
+        only_metrics: bool = False,
     ) -> None:
         self._take_snapshot = snapshot
         self._history = history
@@ -194,6 +202,9 @@ class HttpRoutes:
             "/healthz": self._healthz,
             "/readyz": self._readyz,
         }
+        if only_metrics:
+            self._page = {}
+            self._routes = {path: self._routes[path] for path in METRICS_PATHS}
 
     async def answer(self, request: Request) -> Response:
         """Return the response to a request. Raises what `snapshot` raises."""
@@ -306,12 +317,7 @@ def listen(cfg: HttpConfig) -> socket.socket:
     Raises:
         Unavailable: the address cannot be used, or all `PORTS_TRIED` ports are in use.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise Unavailable(f"http.host {cfg.host!r}: {error.strerror or error}") from error
+    family, address = _resolve("http.host", cfg.host, cfg.port)
     ports = range(cfg.port, min(cfg.port + PORTS_TRIED, 65536)) if cfg.port else range(1)
     for port in ports:
         try:
@@ -327,6 +333,36 @@ def listen(cfg: HttpConfig) -> socket.socket:
             log.warning("http.port is in use, using the next free port", taken=cfg.port, port=port)
         return sock
     raise AssertionError("no port tried")
+
+
+def listen_for_metrics(host: str, port: int) -> socket.socket:
+    """Return a listening socket at the address of `http.metrics`.
+
+    Raises:
+        Unavailable: the address cannot be used.
+    """
+    family, address = _resolve("http.metrics", host, port)
+    try:
+        return _listen_at(family, address)
+    except OSError as error:
+        raise Unavailable(
+            f"http.metrics {host}:{port}: {error.strerror or error}; set it to a free port"
+        ) from error
+
+
+def _resolve(setting: str, host: str, port: int) -> tuple[int, tuple[object, ...]]:
+    """Return the address family and the socket address of `host` and `port`.
+
+    Raises:
+        Unavailable: the host has no address.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise Unavailable(f"{setting} {host!r}: {error.strerror or error}") from error
+    return family, address
 
 
 def _listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
@@ -355,36 +391,43 @@ async def serve_http(
     The value of `task_status` is the base URL, such as `http://127.0.0.1:9464`.
 
     Args:
-        snapshot: returns the present state of the node. It is called at most twice per second. An
-            exception is logged, and the request gets status 500.
+        snapshot: returns the present state of the node. It is called at most three times per
+            second. An exception is logged, and the request gets status 500.
         data_dir: directory of the charts' history and the trainer's samples; None for none.
 
     Raises:
-        Unavailable: see `listen`.
+        Unavailable: see `listen` and `listen_for_metrics`.
     """
-    sock = listen(cfg)
-    host, port = sock.getsockname()[:2]
-    history = History()
-    if data_dir is not None:
-        history.load(data_dir)
-    monitor = LoopMonitor(snapshot, history, data_dir)
-    timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=monitor.lag_seconds)
-    routes = HttpRoutes(timed, history, monitor, only_loopback=is_loopback(host), data_dir=data_dir)
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(monitor.run)
-            task_status.started(
-                f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            )
-            await trio.serve_listeners(Connections(routes.answer).serve, [listener])
-    finally:
-        sock.close()
-        monitor.save()
+    with ExitStack() as sockets:
+        sock = sockets.enter_context(listen(cfg))
+        host, port = sock.getsockname()[:2]
+        history = History()
+        if data_dir is not None:
+            history.load(data_dir)
+        monitor = LoopMonitor(snapshot, history, data_dir)
+        timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=monitor.lag_seconds)
+        served = {sock: HttpRoutes(timed, history, monitor, is_loopback(host), data_dir)}
+        if cfg.metrics_address is not None:
+            second = sockets.enter_context(listen_for_metrics(*cfg.metrics_address))
+            loopback = is_loopback(cfg.metrics_address[0])
+            served[second] = HttpRoutes(timed, history, monitor, loopback, only_metrics=True)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(monitor.run)
+                for each, routes in served.items():
+                    listener = trio.SocketListener(trio.socket.from_stdlib_socket(each))
+                    nursery.start_soon(
+                        trio.serve_listeners, Connections(routes.answer).serve, [listener]
+                    )
+                task_status.started(
+                    f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                )
+        finally:
+            monitor.save()
 
 
 class Connections:
-    """The open connections of the status page, oldest first."""
+    """The open connections of a listener, oldest first."""
 
     def __init__(self, answer: Callable[[Request], Awaitable[Response]]) -> None:
         self._answer = answer

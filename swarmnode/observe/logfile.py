@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 from collections import deque
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +21,10 @@ TAIL_BYTES = 2**16
 """Bytes that are read from the end of a file."""
 LINE_CHARACTERS = 1000
 """Maximum number of characters of a line on the page."""
+ERRORS = ("error", "critical")
+WARNING_LEVELS = ("warning", *ERRORS)
+WARNINGS = 50
+"""Maximum number of warnings of a process on the page."""
 HEAD_FIELDS = ("timestamp", "level", "component", "logger", "event", "exception")
 
 
@@ -60,6 +65,8 @@ class LogTail:
         self._path = path
         self._process = process
         self._lines: deque[LogLine] = deque(maxlen=lines)
+        self.warnings: deque[LogLine] = deque(maxlen=WARNINGS)
+        """Newest lines of WARNING_LEVELS, oldest first, as of the last call of `statistics`."""
         self._file = 0
         self._read = 0
 
@@ -75,9 +82,9 @@ class LogTail:
                 self._read = file.tell() - len(rest)
         except OSError:
             return list(self._lines)
-        self._lines.extend(
-            line for line in (parse(each, self._process) for each in whole) if line is not None
-        )
+        lines = [line for each in whole if (line := parse(each, self._process)) is not None]
+        self._lines.extend(lines)
+        self.warnings.extend(line for line in lines if line.level in WARNING_LEVELS)
         return list(self._lines)
 
 
@@ -101,11 +108,11 @@ def parse(line: bytes, process: str) -> LogLine | None:
     )
 
 
-def last_error(path: Path, since: float) -> str:
-    """Return the newest error since a time in Unix seconds, or an empty text."""
-    errors = [
+def last_line(path: Path, since: float, levels: Collection[str] = ERRORS) -> str:
+    """Return the newest line of `levels` since a time in Unix seconds, or an empty text."""
+    lines = [
         line
         for line in LogTail(path, "", 1000).statistics()
-        if line.level in ("error", "critical") and line.at >= since
+        if line.level in levels and line.at >= since
     ]
-    return errors[-1].text if errors else ""
+    return lines[-1].text if lines else ""

@@ -12,27 +12,19 @@ chooses. A peer id is never a label, except this node's own in `swarmnode_node_i
 
 from __future__ import annotations
 
-import platform
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import swarmnode
 from swarmnode.histogram import Histogram
+from swarmnode.observe import computed
+from swarmnode.observe.computed import Counts, Labels, Number
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 
-Labels = tuple[str, ...]
-Number = float | None
-Counts = Mapping[str, Number] | Mapping[Labels, Number]
-"""Numbers by label value, or by a tuple of label values if a metric has several labels."""
 Value = Number | Histogram | Counts
 Source = str | Mapping[str, str] | Callable[[NodeSnapshot], Value]
 Condition = Callable[[NodeSnapshot], bool]
-
-STALENESS_BOUNDS = (0, 1, 2, 4, 8)
-"""Policy versions."""
 
 
 @dataclass(frozen=True)
@@ -108,162 +100,13 @@ CONDITIONS: dict[str, Condition] = {
 """Conditions of all paths that begin with the key."""
 
 
-# ---- numbers that are computed ------------------------------------------------------------------
-
-
-def _node_info(s: NodeSnapshot) -> dict[Labels, Number]:
-    report, node = s.trainer.report, s.node
-    device, dtype = (report.device, report.dtype) if report else ("", "")
-    version = node.version or swarmnode.__version__
-    labels = (node.peer, node.name, node.swarm, node.swarm_name, node.model, device, dtype)
-    return {(*labels, version, platform.python_version()): 1}
-
-
-def _trainer_phase(s: NodeSnapshot) -> Counts:
-    if not s.node.trainer:
-        return {}
-    report = s.trainer.report if s.trainer.connected else None
-    return {report.phase if report is not None else "disconnected": 1}
-
-
-def _tokens(s: NodeSnapshot) -> Counts:
-    report = s.trainer.report
-    if report is None:
-        return {}
-    evaluated = report.evaluation_tokens_total
-    return {"training": report.tokens_total - evaluated, "evaluation": evaluated}
-
-
-def _reward_errors(s: NodeSnapshot) -> Counts:
-    """Both scorers' counts, and 0 for the node's other tasks."""
-    counts = Counter(dict.fromkeys(s.node.tasks, 0))
-    counts.update(s.scorer.reward_errors)
-    counts.update(s.trainer.report.reward_errors if s.trainer.report else {})
-    return counts
-
-
-def _dropped(s: NodeSnapshot) -> dict[Labels, Number]:
-    """Own items by kind and reason, and groups of peers that the pool refused or lost unused."""
-    pool, found = s.rollouts.pool, Counter[Labels]()
-    report = s.trainer.report
-    kinds = [(kind, counts.dropped) for kind, counts in report.drops.items()] if report else []
-    pooled = {
-        "too_old": pool.expired_age,
-        "outdated": pool.expired_version,
-        "pool_full": pool.evicted_full,
-        "peer_share": pool.evicted_peer_share,
-        "refused": pool.refused,
-    }
-    for kind, dropped in [*kinds, ("group", s.rollouts.unpublished), ("pooled_group", pooled)]:
-        if kind != "external":  # `swarmnode_rollouts_judged_total` has the groups of peers
-            found.update({(kind, reason): count for reason, count in dropped.items()})
-    return dict(found)
-
-
-def _engine_failures(s: NodeSnapshot) -> dict[Labels, Number]:
-    report = s.trainer.report
-    if report is None:
-        return {}
-    found: dict[Labels, Number] = {("own", "failed"): report.engine_failures}
-    if report.server is not None:
-        found |= {("server", reason): count for reason, count in report.server.failures.items()}
-    return found
-
-
-def _server_sampling(s: NodeSnapshot) -> Number:
-    report = s.trainer.report
-    sampling = (
-        report is not None and report.server is not None and report.server.state == "sampling"
-    )
-    return float(sampling)
-
-
-def _unsaved_steps(s: NodeSnapshot) -> Number:
-    report = s.trainer.report
-    return max(0, report.step - report.state_saved_step) if report is not None else None
-
-
-def _admission(s: NodeSnapshot) -> dict[Labels, Number]:
-    admission = s.rollouts.admission
-    refused = {"ignored": admission.ignored, "rejected": admission.rejected}
-    return {
-        ("admitted", "valid"): admission.admitted,
-        **{
-            (verdict, reason): count
-            for verdict, counts in refused.items()
-            for reason, count in counts.items()
-        },
-    }
-
-
-def _staleness(s: NodeSnapshot) -> Histogram:
-    counts = s.rollouts.pool.staleness
-    by_bound = [0] * (len(STALENESS_BOUNDS) + 1)
-    for versions, count in counts.items():
-        by_bound[sum(versions > bound for bound in STALENESS_BOUNDS)] += count
-    return Histogram(
-        tuple(float(bound) for bound in STALENESS_BOUNDS),
-        tuple(by_bound),
-        float(sum(versions * count for versions, count in counts.items())),
-    )
-
-
-def _dials(s: NodeSnapshot) -> dict[Labels, Number]:
-    peers, punch = s.network.peers, s.network.nat.punch
-    return {
-        ("dial", "connected"): peers.dials - peers.dial_failures,
-        ("dial", "failed"): peers.dial_failures,
-        ("hole_punch", "connected"): punch.succeeded,
-        ("hole_punch", "failed"): punch.failed,
-        ("hole_punch", "refused"): punch.refused,
-    }
-
-
-def _requests(s: NodeSnapshot) -> dict[Labels, Number]:
-    """Requests by direction and outcome, summed over the protocols."""
-    requests, found = s.network.requests, Counter[Labels]()
-    for direction, by_protocol in (("out", requests.requests), ("in", requests.served)):
-        for by_outcome in by_protocol.values():
-            found.update({(direction, outcome): count for outcome, count in by_outcome.items()})
-    return dict(found)
-
-
-def _stage_refusals(s: NodeSnapshot) -> dict[Labels, Number]:
-    own = s.stages.own
-    kinds = {
-        "frame": own.dropped if own else {},
-        "state": own.state_refused if own else {},
-        "stream": s.stages.streams.refused,
-    }
-    return {
-        (kind, reason): count for kind, counts in kinds.items() for reason, count in counts.items()
-    }
-
-
-def _restarts(s: NodeSnapshot) -> dict[Labels, Number]:
-    restarts, stalls = s.supervisor.restarts, s.supervisor.stalls
-    found: dict[Labels, Number] = {}
-    for process in ("network", "trainer"):
-        stalled = stalls.get(process, 0)
-        found[process, "stalled"] = stalled
-        found[process, "ended"] = restarts.get(process, 0) - stalled
-    return found
-
-
-def _scorer_restarts(s: NodeSnapshot) -> Counts:
-    return {
-        "network": max(0, s.scorer.starts - 1),
-        "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None,
-    }
-
-
 # ---- the table -----------------------------------------------------------------------------------
 
 NODE = (
     Metric(
         "swarmnode_node_info",
         "info",
-        _node_info,
+        computed.node_info,
         "Identity, model, device and versions of this node, as labels; the value is 1.",
         ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype", "version", "python"),
     ),
@@ -286,7 +129,7 @@ TRAINING = (
     Metric(
         "swarmnode_trainer_phase",
         "gauge",
-        _trainer_phase,
+        computed.trainer_phase,
         "1 for the present phase of the trainer. `disconnected`: it has ended or not started yet.",
         ("phase",),
     ),
@@ -323,16 +166,11 @@ TRAINING = (
     Metric(
         "swarmnode_reward",
         "gauge",
-        {
-            "own": "trainer.report.reward_own",
-            "external": "trainer.report.reward_external",
-            "held_out": "trainer.report.reward_held_out",
-            "held_out_start": "trainer.report.reward_held_out_start",
-        },
+        computed.reward,
         "Mean reward, 0 to 1, of the last step's own completions, of peers' completions in the"
-        " last batch (`external`), and of the held-out questions now and before the first step"
-        " (`held_out_start`).",
-        ("source",),
+        " last batch (`external`), and of the held-out questions now and when they were first"
+        " asked (`held_out_start`). After a change of tasks, `questions` has another value.",
+        ("source", "questions"),
         when=trainer_reports,
     ),
     Metric(
@@ -352,9 +190,17 @@ TRAINING = (
     Metric(
         "swarmnode_reward_errors_total",
         "counter",
-        _reward_errors,
+        computed.reward_errors,
         "Own and peers' completions that scored 0 because the reward function failed or returned"
         " no number from 0 to 1.",
+        ("task",),
+    ),
+    Metric(
+        "swarmnode_sandbox_refusals_total",
+        "counter",
+        computed.refusals,
+        "Actions of a task's code that the scorer's sandbox refused, such as an import. The code"
+        " may catch the error, so rewards may be wrong.",
         ("task",),
     ),
     Metric(
@@ -375,13 +221,6 @@ TRAINING = (
         "gauge",
         "trainer.report.kl",
         "KL divergence from the start policy in nats per token; only with training.beta above 0.",
-    ),
-    Metric(
-        "swarmnode_clip_fraction",
-        "gauge",
-        "trainer.report.clip_fraction",
-        "Share of trained tokens whose importance ratio was clipped. Above 0.2, the learning rate"
-        " is too high.",
     ),
     Metric(
         "swarmnode_gradient_norm",
@@ -408,6 +247,13 @@ TRAINING = (
         " stays above 0.2, raise that setting.",
     ),
     Metric(
+        "swarmnode_cut_rewarded_share",
+        "gauge",
+        "trainer.report.cut_rewarded_share",
+        "Share of the last step's completions that reached training.max_completion_length and"
+        " earned 1, so that the policy does not learn to stop.",
+    ),
+    Metric(
         "swarmnode_trained_groups_total",
         "counter",
         {
@@ -421,7 +267,7 @@ TRAINING = (
     Metric(
         "swarmnode_dropped_total",
         "counter",
-        _dropped,
+        computed.dropped,
         "Dropped items by kind and reason. `update`: a step that changed nothing. `question`,"
         " `held_out`: a question that was not asked. `completion`: not trained on or not shared."
         " `group`: an own group that was not shared. `pooled_group`: a peer's group that did"
@@ -432,7 +278,7 @@ TRAINING = (
     Metric(
         "swarmnode_tokens_total",
         "counter",
-        _tokens,
+        computed.tokens,
         "Sampled tokens, for training and in held-out evaluations.",
         ("use",),
         when=trainer_reports,
@@ -441,7 +287,7 @@ TRAINING = (
         "swarmnode_tokens_per_second",
         "gauge",
         "trainer.report.tokens_per_second",
-        "Tokens per second while the last step sampled.",
+        "Tokens that the last step sampled, divided by its duration.",
     ),
     Metric(
         "swarmnode_environment_share",
@@ -466,7 +312,7 @@ TRAINING = (
     Metric(
         "swarmnode_engine_failures_total",
         "counter",
-        _engine_failures,
+        computed.engine_failures,
         "Failures of sampling engines. `own`: `continuous` failed. `server`: the node's own engine"
         " took over from the inference server.",
         ("engine", "reason"),
@@ -475,7 +321,7 @@ TRAINING = (
     Metric(
         "swarmnode_server_sampling",
         "gauge",
-        _server_sampling,
+        computed.server_sampling,
         "1 while the server of policy.server.url samples, 0 while the node's own engine does.",
         when=has_server,
     ),
@@ -489,8 +335,22 @@ TRAINING = (
     Metric(
         "swarmnode_unsaved_steps",
         "gauge",
-        _unsaved_steps,
-        "Steps that a crash of the trainer would lose now. If it never returns to 0, saving fails.",
+        computed.unsaved_steps,
+        "Steps that a crash of the trainer would lose now.",
+        when=trainer_reports,
+    ),
+    Metric(
+        "swarmnode_state_due_timestamp_seconds",
+        "gauge",
+        "trainer.report.state_due_at",
+        "Unix time at which a save of the trainer's state became due that is not on disk. No"
+        " series: none is due.",
+    ),
+    Metric(
+        "swarmnode_state_save_failed",
+        "gauge",
+        computed.state_save_failed,
+        "1 if the last save of the trainer's state failed, else 0.",
         when=trainer_reports,
     ),
 )
@@ -501,8 +361,8 @@ SHARING = (
         "gauge",
         {"own": "trainer.report.effective_own", "external": "trainer.report.effective_external"},
         "Effective sample size of the last batch's tokens as a share of their number. Low for"
-        " `own`: the engine's policy differs from the trainer's. Low for `external`: peers'"
-        " policies are far away.",
+        " `own`: the engine's policy differs from the trainer's. Low for `external`: peers' texts"
+        " have stretches that this policy would not sample.",
         ("source",),
         when=trainer_reports,
     ),
@@ -521,11 +381,13 @@ SHARING = (
         " with the token, less that of own answers. `swarmnode samples` names the token.",
     ),
     Metric(
-        "swarmnode_top_answer_share",
+        "swarmnode_learning_problem",
         "gauge",
-        "trainer.report.top_answer_share",
-        "Share of recent majority votes that chose the most frequent answer; only with the"
-        " verifier `majority`. Near 1, the policy gives one answer to every question.",
+        computed.learning_problem,
+        "1 if the reward of own groups has not moved in 20 steps with an update (`unmoved`), or has"
+        " fallen to less than half of its best (`collapsed`); else 0.",
+        ("problem",),
+        when=trainer_reports,
     ),
 )
 
@@ -539,7 +401,7 @@ ROLLOUTS = (
     Metric(
         "swarmnode_rollouts_admission_total",
         "counter",
-        _admission,
+        computed.admission,
         "Groups of peers by verdict and reason. `ignored`: normal, such as a duplicate."
         " `rejected`: provably wrong; honest nodes cause none.",
         ("verdict", "reason"),
@@ -571,7 +433,7 @@ ROLLOUTS = (
     Metric(
         "swarmnode_rollout_staleness_versions",
         "histogram",
-        _staleness,
+        computed.staleness,
         "Policy versions between the arrival of a peer's group and its use.",
     ),
     Metric(
@@ -590,6 +452,12 @@ NETWORK = (
         {"in": "network.peers.inbound", "out": "network.peers.outbound"},
         "Connected peers. `in`: the peer dialled. `out`: this node dialled.",
         ("direction",),
+    ),
+    Metric(
+        "swarmnode_peers_known",
+        "gauge",
+        "network.peers.known",
+        "Peers whose address this node knows, connected or not. 0: a swarm of one.",
     ),
     Metric(
         "swarmnode_peers_excluded",
@@ -625,7 +493,7 @@ NETWORK = (
     Metric(
         "swarmnode_dials_total",
         "counter",
-        _dials,
+        computed.dials,
         "Attempts to connect, with a plain dial or a hole punch. Failed dials are normal: address"
         " books contain nodes that are gone.",
         ("method", "outcome"),
@@ -633,7 +501,7 @@ NETWORK = (
     Metric(
         "swarmnode_requests_total",
         "counter",
-        _requests,
+        computed.requests,
         "Requests sent (`out`) and received (`in`). `busy` and `unwelcome` ones were refused;"
         " `error` is a defect of this node.",
         ("direction", "outcome"),
@@ -792,7 +660,7 @@ STAGES = (
     Metric(
         "swarmnode_stage_refusals_total",
         "counter",
-        _stage_refusals,
+        computed.stage_refusals,
         "Refused items between stages. `crew` and `step` are usual after the end of a crew; other"
         " reasons show a defect or a hostile member.",
         ("kind", "reason"),
@@ -876,7 +744,7 @@ MACHINE = (
     Metric(
         "swarmnode_restarts_total",
         "counter",
-        _restarts,
+        computed.restarts,
         "Restarts by the supervisor. `ended`: the process exited. `stalled`: it made no progress"
         " in time.",
         ("process", "reason"),
@@ -884,7 +752,7 @@ MACHINE = (
     Metric(
         "swarmnode_scorer_restarts_total",
         "counter",
-        _scorer_restarts,
+        computed.scorer_restarts,
         "Scorers that were replaced because they died or took too long. An answer that kills a"
         " scorer costs only time.",
         ("process",),

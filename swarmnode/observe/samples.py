@@ -2,7 +2,8 @@
 `<data_dir>/log/samples.jsonl`.
 
 After a step, the trainer (`trainer.records`) writes an own group, a peer's group that it trained
-on, and one that it refused. /samples and `swarmnode samples` show the newest.
+on, and one that it refused; after an evaluation, the first question. /samples and `swarmnode
+samples` show the newest.
 
 A text may come from a stranger. It is stored as it came, but shortened, and passes through
 `visible` before it is displayed.
@@ -76,6 +77,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Peer that sampled it; empty for this node."""
     outcome: str = "used"
     """Outcome of the trainer's examination, of `rollouts.groups.Outcome`."""
+    held_out: bool = False
+    """True for the first question of an evaluation. Its answers are not trained on."""
     drift: str = ""
     """Token that peers wrote more often than this node at this step; only for a peer's group."""
 

@@ -24,11 +24,11 @@ from swarmnode.observe.watch import (
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
-from swarmnode.rollouts.exchange import ExchangeStatistics
-from swarmnode.stages.service import StagesStatistics
+from swarmnode.rollouts.network.exchange import ExchangeStatistics
+from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.service import WeightsStatistics
+from swarmnode.weights.network.service import WeightsStatistics
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -47,7 +47,10 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Unix seconds."""
     sharing: bool = True
     invite: str = ""
-    """Invite to the swarm; empty if the manifest has no address."""
+    """Invite to the swarm, or the command that prints it if it contains a secret; empty if the
+    manifest has no address."""
+    quiet_hours: str = ""
+    """`node.quiet_hours`."""
     trainer: bool = True
     """False for a bootstrap node, which does not train."""
 
@@ -71,6 +74,19 @@ class PeerRow(msgspec.Struct, frozen=True):
     last_seen_seconds: float | None = None
 
 
+class Gained(msgspec.Struct, frozen=True):
+    """Groups given to peers and gained from them."""
+
+    given: int = 0
+    """Groups of this node that peers have trained on, as they report."""
+    given_to: int = 0
+    """Number of these peers."""
+    used: int = 0
+    """Groups of peers that this node has trained on; restarts do not reset it."""
+    tokens_saved: int = 0
+    """Estimate: `used` × the mean number of tokens sampled for an own group."""
+
+
 class NodeSnapshot(msgspec.Struct, frozen=True):
     at: float = 0.0
     """Time of the snapshot in Unix seconds."""
@@ -84,6 +100,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     """This node's crew and its stage."""
     network: NetworkStatistics = NetworkStatistics()
     swarm: SummaryStatistics = SummaryStatistics()
+    gained: Gained = Gained()
     budget: BudgetStatistics = BudgetStatistics()
     disk: DiskStatistics = DiskStatistics()
     """The file system that holds the data directory."""
@@ -97,6 +114,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     """Delay of the last timer in the network process."""
     peers: list[PeerRow] = []
     logs: list[LogLine] = []
+    warnings: list[LogLine] = []
+    """Newest lines above level info, which fast steps do not push out."""
 
     @property
     def leads(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -27,6 +27,8 @@ BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28
 NAME_WIDTH = 20
 MAX_ROWS = 64
+OLD_STEPS = 10
+"""Age in steps at which a held-out reward is called old."""
 Status = Mapping[str, Any]
 
 
@@ -125,6 +127,67 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
+class Fitting:
+    """A table without its last columns where the terminal is too narrow for all.
+
+    Args:
+        make: Number of columns → table.
+    """
+
+    def __init__(self, make: Callable[[int], Table], columns: int) -> None:
+        self._make = make
+        self._columns = columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=1000)
+        tables = (self._make(count) for count in range(self._columns, 1, -1))
+        width = lambda table: Measurement.get(console, wide, table).maximum
+        yield next((t for t in tables if width(t) <= options.max_width), self._make(1))
+
+
+def progress(s: Status) -> str:
+    """Return in one line what the trainer does, its step, and the time that is left."""
+    report = s["trainer"]["report"] or {}
+    if not s["trainer"]["connected"]:
+        return s["supervisor"]["loading"].get("trainer") or "no trainer"
+    step, last = report["step"], report["max_steps"]
+    seconds = s["trainer"]["recent"].get("step_seconds")
+    left = (last - step) * s["trainer"]["recent"].get("interval_seconds", 0.0) if last else 0
+    parts = [
+        f"step {number(step)}" + (f" of {number(last)}" if last else ""),
+        f"{number(seconds, 2)} s per step" if seconds is not None else "",
+        f"{duration(left)} left" if left > 0 else "",
+        report["activity"] or report["phase"],
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def held_out(report: Status) -> str:
+    """Return the held-out reward with its error, step and age in one line; empty without one."""
+    if report.get("reward_held_out") is None:
+        return "held-out reward: not measured yet" if report else ""
+    reward, error, at = (report[f"reward_held_out{end}"] for end in ("", "_error", "_step"))
+    behind = report["step"] - at if at is not None else 0
+    return (
+        f"held-out reward {number(reward, 3)}"
+        + (f" ± {number(error, 3)}" if error is not None else "")
+        + (f" at step {number(at)}" if at is not None else "")
+        + (f", {behind} steps old" if behind >= OLD_STEPS else "")
+    )
+
+
+def exchanged(s: Status) -> str:
+    """Return in one line the groups given to peers and used from them."""
+    gained = s["gained"]
+    saved = gained["tokens_saved"]
+    return (
+        f"given: {number(gained['given'])} groups used by {gained['given_to']}"
+        f" peer{'' if gained['given_to'] == 1 else 's'} (claimed)"
+        f" · gained: {number(gained['used'])} groups of peers"
+        + (f", about {number(saved)} own tokens saved" if saved else "")
+    )
+
+
 def render(status: Status) -> RenderableType:
     """Return a panel with verdict, learning, rollouts, peers, crew, and the claims of peers.
 
@@ -151,9 +214,11 @@ def render(status: Status) -> RenderableType:
         verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim")
     )
     names = names_of(s)
+    lines = [one_line(each) for each in (progress(s), held_out(report), exchanged(s))]
     parts: list[RenderableType] = [
         head,
         "",
+        *([*filter(None, lines), ""] if node["trainer"] else []),
         _learning(s, report, status.get("history") or {}),
         "",
         _peers(s["peers"], names),
@@ -178,7 +243,7 @@ def _engine(report: Mapping[str, Any]) -> str:
     if not server:
         return ""
     samples = server.get("state") == "sampling"
-    words = f"{server.get('kind')} {server.get('version')}"
+    words = f"vLLM {server.get('version')}"
     return f"sampled by {words}" if samples else f"own engine; {words.strip()} is away"
 
 
@@ -191,7 +256,8 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     past = lambda column: Spark(history.get(column) or [])
-    pace = report if s["trainer"]["connected"] else {}  # without a trainer nothing is sampled
+    connected = s["trainer"]["connected"]
+    recent = s["trainer"]["recent"] if connected else {}
     restarts = sum(s["supervisor"]["restarts"].values())
     rejected, ignored = sum(admission["rejected"].values()), sum(admission["ignored"].values())
     used = rollouts["judged"].get("used", 0)
@@ -206,14 +272,14 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
         ),
         (
             "reward own",
-            number(report.get("reward_own"), 3),
+            number(recent.get("reward_own"), 3),
             past("reward_own"),
             "admitted",
             number(admission["admitted"]),
         ),
         (
             "reward peers'",
-            number(report.get("reward_external"), 3),
+            number(recent.get("reward_external"), 3),
             past("reward_external"),
             "used",
             number(used),
@@ -221,18 +287,24 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
         (
             "policy version",
             number(report.get("policy_version")),
-            text(pace.get("phase", "no trainer"), "cyan"),
+            past("policy_version"),
             "ignored",
             number(ignored),
         ),
         (
             "step",
-            number(pace.get("step_seconds"), 2, "s"),
+            number(recent.get("step_seconds"), 2, "s"),
             past("step_seconds"),
             "rejected",
             number(rejected),
         ),
-        ("tokens/s", number(pace.get("tokens_per_second")), polled, "pool", number(pool["groups"])),
+        (
+            "tokens/s",
+            number(recent.get("tokens_per_second")),
+            polled,
+            "pool",
+            number(pool["groups"]),
+        ),
         (
             "peers",
             number(s["network"]["peers"]["connected"]),
@@ -249,26 +321,50 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
 def _peers(peers: list[Status], names: Mapping[str, str]) -> RenderableType:
     if not peers:
         return text("no peers yet", "dim")
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("peer", no_wrap=True)
-    for name in ("link", "admitted", "used", "rejected", "reputation", "seen"):
-        table.add_column(name, justify="left" if name == "link" else "right", no_wrap=True)
     order = sorted(peers, key=lambda peer: (not peer["direction"], -peer["used"], peer["peer"]))
-    for peer in order[:MAX_ROWS]:
-        counts = [number(peer[name]) for name in ("admitted", "used", "rejected")]
-        seen = duration(peer["last_seen_seconds"])
-        style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
-        table.add_row(
+    rows: list[tuple[RenderableType, ...]] = [
+        (
             peer_label(peer["peer"], names),
             text(peer["direction"] or "–"),
-            *counts,
+            *(number(peer[name]) for name in ("admitted", "used", "rejected")),
             number(peer["reputation"], 2),
-            seen,
-            style=style,
+            duration(peer["last_seen_seconds"]),
         )
-    if len(order) > MAX_ROWS:
-        table.add_row(text(f"and {len(order) - MAX_ROWS} more", "dim"))
-    return table
+        for peer in order[:MAX_ROWS]
+    ]
+    styles = [
+        "dim" if not p["direction"] else "yellow" if p["reputation"] < 0 else "" for p in order
+    ]
+    heads = ("peer", "link", "admitted", "used", "rejected", "reputation", "seen")
+    return _table(heads, ("peer", "link"), rows, styles, len(order))
+
+
+def _table(
+    heads: Sequence[str],
+    left: Collection[str],
+    rows: Sequence[Sequence[RenderableType]],
+    styles: Sequence[str],
+    count: int,
+) -> Fitting:
+    """Return a table with at most MAX_ROWS rows.
+
+    Args:
+        left: Columns that are aligned to the left.
+        styles: Style of each row.
+        count: Number of all rows.
+    """
+
+    def make(columns: int) -> Table:
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for head in heads[:columns]:
+            table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+        for row, style in zip(rows, styles, strict=False):
+            table.add_row(*row[:columns], style=style)
+        if count > MAX_ROWS:
+            table.add_row(text(f"and {count - MAX_ROWS} more", "dim"))
+        return table
+
+    return Fitting(make, len(heads))
 
 
 SLOT_STYLES = {
@@ -319,9 +415,8 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
         table.add_row(
             text(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
         )
-    return Group(
-        text(" · ".join(fact for fact in facts if fact), "" if is_running else "yellow"), table
-    )
+    line = one_line(" · ".join(fact for fact in facts if fact))
+    return Group(Text(line, "" if is_running else "yellow"), table)
 
 
 def _swarm(swarm: Status) -> RenderableType:
@@ -331,30 +426,24 @@ def _swarm(swarm: Status) -> RenderableType:
         if swarm["reward_median"] is not None
         else ""
     )
-    head = text(f"swarm: {swarm['reporting']} nodes with a recent summary (claimed){median}", "dim")
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("name", "peer", "policy", "held-out", "published", "peers", "age"):
-        table.add_column(
-            name, justify="left" if name in ("name", "peer") else "right", no_wrap=True
-        )
-    for row in swarm["rows"][:MAX_ROWS]:
-        counts = [
-            number(row["policy_version"]),
-            number(row["reward"], 3),
-            number(row["published"]),
-            number(row["peers"]),
-        ]
-        style = "" if row["direct"] else "dim"
-        table.add_row(
+    nodes = "1 node" if swarm["reporting"] == 1 else f"{swarm['reporting']} nodes"
+    line = f"swarm: {nodes} with a recent summary (claimed){median}"
+    rows: list[tuple[RenderableType, ...]] = [
+        (
             text(row["name"] or "–"),
             text(short_id(row["peer"])),
-            *counts,
+            number(row["step"]),
+            number(row["reward"], 3) + (f" at {row['reward_step']}" if row["reward"] else ""),
+            number(row["published"]),
+            number(row["peers"]),
             duration(row["age_seconds"]),
-            style=style,
         )
-    if len(swarm["rows"]) > MAX_ROWS:
-        table.add_row(text(f"and {len(swarm['rows']) - MAX_ROWS} more", "dim"))
-    return Group(head, table)
+        for row in swarm["rows"][:MAX_ROWS]
+    ]
+    styles = ["" if row["direct"] else "dim" for row in swarm["rows"]]
+    heads = ("name", "peer", "step", "held-out", "published", "peers", "age")
+    table = _table(heads, ("name", "peer"), rows, styles, len(swarm["rows"]))
+    return Group(Text(one_line(line), "dim"), table)
 
 
 def render_or_fail(status: Status, address: NodeAddress) -> RenderableType:

@@ -6,7 +6,10 @@ All other numbers of a snapshot are read from their owners when it is taken.
 from __future__ import annotations
 
 import shutil
+from collections import deque
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import psutil
@@ -16,6 +19,15 @@ from swarmnode.link.messages import Report
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Upper bounds of step times, in seconds."""
+RECENT_STEPS = 10
+RECENT_FIELDS = (
+    "reward_own",
+    "reward_external",
+    "step_seconds",
+    "tokens_per_second",
+    "completion_cut_share",
+    "cut_rewarded_share",
+)
 SUPERVISOR_FILE_BYTES = 2**16
 
 
@@ -25,6 +37,9 @@ class TrainerStatistics(msgspec.Struct, frozen=True):
     connected: bool = False
     report: Report | None = None
     """Last report of any age."""
+    recent: dict[str, float] = {}
+    """Means of RECENT_FIELDS of the report over the last RECENT_STEPS steps that measured them, and
+    `interval_seconds`, the median time between two of these steps, with pauses and averaging."""
     age_seconds: float | None = None
     """Time since the last report: a finished step, an evaluation or a change of phase."""
     step_seconds: Histogram | None = None
@@ -40,6 +55,8 @@ class SupervisorStatistics(msgspec.Struct, frozen=True):
     """Restarts of a process that made no progress, by process."""
     down: dict[str, str] = {}
     """Reason why a process is down, from its end until its successor has loaded, by process."""
+    loading: dict[str, str] = {}
+    """What a process that loads is doing, by process."""
 
 
 class DiskStatistics(msgspec.Struct, frozen=True):
@@ -66,6 +83,8 @@ class TrainerWatch:
         self._connected = False
         self._pid: int | None = None
         self._steps = HistogramCounter(STEP_BOUNDS)
+        self._recent: deque[tuple[float, Report]] = deque(maxlen=RECENT_STEPS)
+        """Time and report of the last steps."""
 
     @property
     def pid(self) -> int | None:
@@ -83,14 +102,25 @@ class TrainerWatch:
         """Store a report. Each step counts once for the step times, and again if a restored trainer
         repeats it."""
         before = self._report.step if self._report is not None else 0
+        if report.step < before:
+            self._recent.clear()
         if report.step > before and report.step_seconds is not None:
             self._steps.observe(report.step_seconds)
+            self._recent.append((now, report))
         self._report, self._reported_at = report, now
 
     def statistics(self, now: float) -> TrainerStatistics:
         age = None if self._report is None else max(0.0, now - self._reported_at)
+        measured = {
+            name: [getattr(report, name) for _, report in self._recent] for name in RECENT_FIELDS
+        }
+        known = {name: [v for v in values if v is not None] for name, values in measured.items()}
+        recent = {name: sum(values) / len(values) for name, values in known.items() if values}
+        times = [at for at, _ in self._recent]
+        if len(times) > 1:
+            recent["interval_seconds"] = median(b - a for a, b in pairwise(times))
         return TrainerStatistics(
-            self._connected, self._report, age, self._steps.statistics(), self._pid
+            self._connected, self._report, recent, age, self._steps.statistics(), self._pid
         )
 
 

@@ -28,7 +28,8 @@ import trio
 from libp2p.host.autonat.pb import autonat_pb2 as pb
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.addresses import PRIVATE, Address
+from swarmnode.latest import Latest
+from swarmnode.p2p.addresses import PRIVATE, PUBLIC, Address
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes, peer_id_bytes
@@ -65,6 +66,9 @@ class ReachStatistics(msgspec.Struct, frozen=True):
     """`private`: no node can dial this one. It only dials out, and is dialled through relays."""
     observed: str = ""
     """The IP address at which peers see this node; empty while unknown."""
+    local: bool = False
+    """True if `observed` is an address of the local network. Then `public` is the verdict of peers
+    there, and does not hold for strangers."""
     reachable_votes: int = 0
     unreachable_votes: int = 0
     dial_backs: dict[str, int] = {}
@@ -76,16 +80,11 @@ class Votes:
     monotonic clock."""
 
     def __init__(self) -> None:
-        self._votes: collections.OrderedDict[str, tuple[bool, int, float]] = (
-            collections.OrderedDict()
-        )
+        self._votes = Latest[str, tuple[bool, int, float]](MAX_VOTES)
 
     def vote(self, peer: str, reachable: bool, scope: int, now: float) -> None:
         """Record a vote. `scope` is the scope of the address at which this node sees the peer."""
-        self._votes.pop(peer, None)
         self._votes[peer] = (reachable, scope, now)
-        while len(self._votes) > MAX_VOTES:
-            self._votes.popitem(last=False)
 
     def counts(self, now: float) -> tuple[int, int]:
         """Return (reachable, unreachable) votes among the peers with the widest scope."""
@@ -238,9 +237,9 @@ class ReachabilityCheck:
             )
             log.warning("%s from outside: running outbound-only (docs/networking.md)", where)
         else:
-            log.info(
-                "reachable from outside%s", f" at {self.own_address}" if self.own_address else ""
-            )
+            own = self.own_address
+            where = "in the local network" if own and own.scope < PUBLIC else "from outside"
+            log.info("reachable %s%s", where, f" at {own}" if own else "")
         self._changed(verdict)
 
 

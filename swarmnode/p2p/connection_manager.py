@@ -23,9 +23,9 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import turnover
 from swarmnode.p2p.addresses import is_circuit
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.library.hosts import Connection, Host
+from swarmnode.p2p.neighbours import Neighbours
 from swarmnode.p2p.peers import Dial, DropReason, PeerTable
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.turnover import Liveness, PeerLink
@@ -65,7 +65,7 @@ class ConnectionManager:
         table: the known peers.
         scores: bans of peers.
         dialer: dials the peers that `table` selects.
-        exchange: greets new peers.
+        neighbours: greets new peers.
         max_connections: as `network.max_connections`.
         depends_on: returns True for peers that must be kept.
         rng: random source.
@@ -78,7 +78,7 @@ class ConnectionManager:
         table: PeerTable,
         scores: PeerScores,
         dialer: Dialer,
-        exchange: PeerExchange,
+        neighbours: Neighbours,
         max_connections: int,
         depends_on: Callable[[str], bool],
         rng: random.Random,
@@ -88,7 +88,7 @@ class ConnectionManager:
         self._table = table
         self._scores = scores
         self._dialer = dialer
-        self._exchange = exchange
+        self._neighbours = neighbours
         self._max_connections = max_connections
         self._depends_on = depends_on
         self._rng = rng
@@ -142,7 +142,7 @@ class ConnectionManager:
     async def _greet(self, peer: str) -> None:
         await trio.sleep(self._rng.uniform(0.0, GREET_JITTER_SECONDS))
         if peer in self._table.connected():
-            await self._exchange.greet(peer)
+            await self._neighbours.greet(peer)
             await trio.sleep(turnover.SETTLED_SECONDS)
             self._make_room()
 

@@ -1,4 +1,4 @@
-"""Combines the sources of peers: bootstrap addresses, the saved book, mDNS and peer exchange.
+"""Sources of peers besides connected ones: bootstrap addresses, the saved book and mDNS.
 
 The book, `peers.json`, holds addresses and reputation of peers across restarts. The file belongs to
 this node but may be damaged. It is therefore bounded and decoded by type. A damaged file yields an
@@ -19,7 +19,6 @@ import trio
 from swarmnode.files import write_atomically
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.mdns import MdnsDiscovery
 from swarmnode.p2p.peers import ADDRESSES_PER_PEER, PeerTable
 from swarmnode.p2p.reputation import Reputation, SavedRecord
@@ -39,7 +38,6 @@ class Discovery:
     Args:
         table: receives the peers.
         reputation: saved in the book together with the peers.
-        exchange: peer exchange.
         mdns: None to disable discovery on the local network.
         path: path of the book.
         bootstrap: bootstrap peers and their addresses.
@@ -50,7 +48,6 @@ class Discovery:
         self,
         table: PeerTable,
         reputation: Reputation,
-        exchange: PeerExchange,
         mdns: MdnsDiscovery | None,
         path: Path,
         bootstrap: list[tuple[Address, str]],
@@ -58,7 +55,6 @@ class Discovery:
     ) -> None:
         self._table = table
         self._reputation = reputation
-        self.exchange = exchange
         self._mdns = mdns
         self._path = path
         self._bootstrap = bootstrap
@@ -79,7 +75,6 @@ class Discovery:
     async def run(self) -> None:
         """Run every source, and save the book at intervals, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.exchange.run)
             nursery.start_soon(self._keep_book)
             if self._mdns is not None:
                 nursery.start_soon(self._mdns.run, self.add_from_mdns)
@@ -87,10 +82,6 @@ class Discovery:
     @property
     def mdns_running(self) -> bool:
         return self._mdns is not None and self._mdns.running
-
-    def learned(self) -> dict[str, int]:
-        """Return the number of addresses received by peer exchange, by outcome."""
-        return dict(self.exchange.learned)
 
     def add_from_mdns(self, peer: str, address: str) -> None:
         """Add a peer found by mDNS."""

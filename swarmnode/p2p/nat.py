@@ -199,12 +199,17 @@ class Nat:
 
     def statistics(self) -> NatStatistics:
         reachable, unreachable = self.reach.votes()
-        observed = self.reach.own_address.host if self.reach.own_address else ""
+        own = self.reach.own_address
         peers = self._connections.peers()
         direct = sum(1 for peer in peers if self._connections.is_direct(peer))
         return NatStatistics(
             reach=ReachStatistics(
-                self.reach.verdict, observed, reachable, unreachable, dict(self.dial_back.outcomes)
+                self.reach.verdict,
+                own.host if own is not None else "",
+                own is not None and own.scope < PUBLIC,
+                reachable,
+                unreachable,
+                dict(self.dial_back.outcomes),
             ),
             relay=self.relay.statistics(),
             client=self.client.statistics(),

@@ -9,7 +9,7 @@ Everything runs on one trio thread. The parts, one file each:
                             └▶ nat (relays, hole punching)
     peers, reputation        pure tables, updated from here
     requests, streams, bulk  protocols on connections
-    discovery                sources of peer addresses
+    discovery, neighbours    sources of peer addresses; sessions, summaries, successors
 
 Closing is shielded and bounded in time, because py-libp2p leaks every socket otherwise.
 """
@@ -36,17 +36,18 @@ from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
 from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.discovery import Discovery
-from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.identity import Identity
 from swarmnode.p2p.library import build
 from swarmnode.p2p.library.gater import ConnectionGater
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.mdns import MdnsDiscovery
 from swarmnode.p2p.nat import Nat, NatStatistics
+from swarmnode.p2p.neighbours import Neighbours
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import PeerScores, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
+from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.limits import SWARM_ID_BYTES
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ async def open_host(
         cfg: network settings.
         identity: key of the node.
         data_dir: holds the port and the peer book.
-        swarm: swarm id, 32 bytes. Peer exchange and mDNS ignore peers of other swarms.
+        swarm: swarm id, 32 bytes. Neighbours and mDNS ignore peers of other swarms.
         secret: 32 bytes that a peer of a private swarm needs for the handshake.
         members: peer ids that may connect; None for all.
 
@@ -85,10 +86,13 @@ async def open_host(
         ConfigError: an address is invalid.
         Unavailable: a port is in use, or an address does not belong to this machine.
         StateError: `data_dir/port` does not hold a port.
+        Refused: another process with this key started earlier (`Neighbours.detect_duplicates`).
     """
     try:
         own = listening.own_addresses(cfg, data_dir)
-        settings = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
+        settings = SwarmSettings(
+            Credentials(identity.private_key, swarm), members, listening.bootstrap_peers(cfg)
+        )
         gater = ConnectionGater()
         guards.install()
         library = build.build_host(
@@ -121,8 +125,8 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     """Number of times each guard fired in this process."""
     refused_connections: int = 0
     """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
-    exchange: dict[str, int] = {}
-    """Addresses received by peer exchange, by outcome."""
+    reported_addresses: dict[str, int] = {}
+    """Addresses received from neighbours, by outcome of `reports.OUTCOMES`."""
     mdns_running: bool = False
     nat: NatStatistics = NatStatistics()
     """Reachability, relays and hole punching."""
@@ -133,12 +137,12 @@ class SwarmSettings:
     """The swarm of a host.
 
     Attributes:
-        swarm: swarm id, 32 bytes.
+        credentials: key and swarm id.
         members: peer ids that may connect; None for all.
         bootstrap: addresses and peer ids to join through.
     """
 
-    swarm: bytes
+    credentials: Credentials
     members: Collection[str] | None
     bootstrap: list[tuple[Address, str]]
 
@@ -168,14 +172,22 @@ class Libp2pNetwork(PeerScores):
         self.bulk = Libp2pBulk(host, self.requests, self)
         self.nat = Nat(host, self.connections, self.peers, cfg, own, self.is_allowed, rng)
         dialer = Dialer(self.peers, self.nat.connect)
-        exchange = PeerExchange(
-            self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
+        self.neighbours = Neighbours(
+            self.requests,
+            swarm.credentials,
+            self.peers,
+            self.connections,
+            self.nat,
+            dialer.wake,
+            self.is_allowed,
+            rng,
         )
-        mdns = MdnsDiscovery(host.peer_id, swarm.swarm, own.listen) if cfg.mdns else None
+        mdns = (
+            MdnsDiscovery(host.peer_id, swarm.credentials.swarm, own.listen) if cfg.mdns else None
+        )
         self.discovery = Discovery(
             self.peers,
             self.reputation,
-            exchange,
             mdns,
             data_dir / "peers.json",
             swarm.bootstrap,
@@ -187,7 +199,7 @@ class Libp2pNetwork(PeerScores):
             self.peers,
             self,
             dialer,
-            exchange,
+            self.neighbours,
             cfg.max_connections,
             self.nat.depends_on,
             rng,
@@ -219,6 +231,7 @@ class Libp2pNetwork(PeerScores):
         self.nat.start()
         self.host.nursery.start_soon(self.manager.run)
         self.host.nursery.start_soon(self.discovery.run)
+        self.host.nursery.start_soon(self.neighbours.run)
         log.info("listening on %s, %d peers in the book", ", ".join(self.listen_addrs), loaded)
 
     def stop(self) -> None:
@@ -265,7 +278,7 @@ class Libp2pNetwork(PeerScores):
             reputation=self.reputation.statistics(trio.current_time()),
             guards=dict(guards.statistics().fired),
             refused_connections=self._gater.refused,
-            exchange=self.discovery.learned(),
+            reported_addresses=dict(self.neighbours.reports.outcomes),
             mdns_running=self.discovery.mdns_running,
             nat=self.nat.statistics(),
         )

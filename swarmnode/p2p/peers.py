@@ -43,7 +43,7 @@ OUTBOUND_SHARE = 2
 """1/OUTBOUND_SHARE of the connected peers must have been dialled by this node. Otherwise peers that
 dial often enough would choose the node's neighbourhood."""
 GUEST_SHARE = 4
-"""In peer exchange, one inbound peer is sent per GUEST_SHARE outbound peers."""
+"""One inbound peer is reported to others per GUEST_SHARE outbound peers."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0

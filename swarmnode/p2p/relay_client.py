@@ -230,7 +230,7 @@ class RelayClient:
                 self._asked["refused"] += 1
                 self._reservations.refused(relay, trio.current_time())
                 continue
-            if relay not in self._candidates():  # it disconnected meanwhile
+            if not self._host.is_connected(relay):  # it disconnected meanwhile
                 continue
             self._asked["ok"] += 1
             self._reservations.granted(relay, seconds, trio.current_time())

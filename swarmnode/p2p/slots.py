@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.latest import Latest
 from swarmnode.p2p.api import RequestHandler
 
 SLOW_SECONDS = 60.0
@@ -143,15 +144,13 @@ class SlowPeers:
     long after each repetition, up to MAX_SLOW_SECONDS. Pure and bounded."""
 
     def __init__(self) -> None:
-        self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+        self._until = Latest[str, tuple[float, float]](MAX_SLOW_PEERS)
 
     def add(self, peer: str, now: float) -> None:
         """Record that `peer` was slow."""
-        until, seconds = self._until.pop(peer, (-math.inf, 0.0))
+        until, seconds = self._until.get(peer, (-math.inf, 0.0))
         seconds = min(2 * seconds, MAX_SLOW_SECONDS) if now < until + seconds else SLOW_SECONDS
         self._until[peer] = (now + seconds, seconds)
-        if len(self._until) > MAX_SLOW_PEERS:
-            self._until.popitem(last=False)
 
     def has(self, peer: str, now: float) -> bool:
         """Return True while `peer` counts as slow."""
@@ -173,15 +172,13 @@ class RateLimiter:
     def __init__(self, burst: int, seconds: float) -> None:
         self._burst = burst
         self._seconds = seconds
-        self._buckets: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+        self._buckets = Latest[str, tuple[float, float]](MAX_RATE_KEYS)
         """Key → (remaining uses, time of the last call)."""
 
     def allow(self, key: str, now: float) -> bool:
         """Count one use and return True, or return False if none is left."""
-        left, at = self._buckets.pop(key, (float(self._burst), now))
+        left, at = self._buckets.get(key, (float(self._burst), now))
         left = min(float(self._burst), left + (now - at) / self._seconds)
         allowed = left >= 1.0
         self._buckets[key] = (left - allowed, now)
-        if len(self._buckets) > MAX_RATE_KEYS:
-            self._buckets.popitem(last=False)
         return allowed

@@ -33,7 +33,7 @@ FULL_SHARE = 0.75
 """Share of `network.max_connections` above which connections are closed. The rest stays free for
 new peers, which need a connection to receive addresses of other peers."""
 SETTLED_SECONDS = 20.0
-"""Time after which a new peer has completed its peer exchange, seconds."""
+"""Time after which a new peer has received addresses of others, seconds."""
 TURNOVER_SECONDS = 600.0
 """Interval between exchanges, before jitter."""
 

@@ -13,13 +13,14 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError
+from swarmnode.gguf import is_gguf
 from swarmnode.policy.device import fit, probe
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
-from swarmnode.policy.load import local_directory, offline
+from swarmnode.policy.load import load_tokenizer, local_directory, offline
 from swarmnode.policy.trial import try_policy
 from swarmnode.process import die_with_parent, run_main
 
@@ -32,9 +33,7 @@ def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[
     """
     with local_directory(cfg) as directory:
         weight_files(directory)
-        tokenizer = offline(
-            cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        )
+        tokenizer = load_tokenizer(cfg, directory)
         config = offline(
             cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
         )
@@ -45,7 +44,8 @@ def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[
         with contextlib.suppress(DeviceError):  # the model may still fit on members' machines
             fit(cfg, config, probe(cfg))
             try_policy(cfg, training)
-    name = Path(cfg.model).name if Path(cfg.model).expanduser().is_dir() else cfg.model
+    path = Path(cfg.model)  # never in a manifest: its last part is a name for people
+    name = path.name if is_gguf(cfg.model) or path.expanduser().is_dir() else cfg.model
     return {"name": name, "revision": cfg.revision or "", **hashes}
 
 

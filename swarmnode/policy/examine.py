@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import LocalError, Unavailable
+from swarmnode.model_defaults import is_on_hub
 from swarmnode.policy.device import (
     Placement,
     cards,
@@ -29,7 +30,7 @@ from swarmnode.policy.device import (
     update_bytes,
 )
 from swarmnode.policy.fingerprint import weight_files
-from swarmnode.policy.load import check_optim, config_directory, is_on_hub, offline
+from swarmnode.policy.load import check_optim, config_directory, offline
 from swarmnode.policy.trial import is_here, try_policy
 from swarmnode.policy.ways import reason
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of the model: those of the index if there is one.
 
     Raises:
-        Unavailable: A file is missing, or the index is damaged.
+        Unavailable: A file is missing or a pointer of Git LFS, or the index is damaged.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -58,7 +59,40 @@ def weight_files(directory: Path) -> list[Path]:
         raise Unavailable(
             f"{directory}: no {missing[0]}; only safetensors weights are loaded, never pickled ones"
         )
+    refuse_pointers(files)
     return files
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/"
+"""Start of the file that Git stores in place of a large one."""
+
+
+def refuse_pointers(files: Iterable[Path]) -> None:
+    """Check that files were downloaded.
+
+    Raises:
+        Unavailable: One of them is a pointer of Git LFS.
+    """
+    for path in files:
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise Unavailable(
+                    f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in"
+                    f" {path.parent}"
+                )
+
+
+def open_weights(directory: Path) -> dict[str, safe_open]:
+    """Return the open file of each tensor of the model, by the tensor's name.
+
+    Raises:
+        Unavailable: A file is missing or damaged.
+    """
+    try:
+        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
+        return {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
+    except SafetensorError as error:
+        raise Unavailable(f"{directory}: damaged weights ({error})") from None
 
 
 def fingerprint(directory: Path) -> bytes:
@@ -74,9 +108,8 @@ def fingerprint(directory: Path) -> bytes:
     config: dict[str, object] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(b"swarmnode policy 1\n")
     digest.update(canonical({k: v for k, v in config.items() if k not in BOOKKEEPING}))
+    where = open_weights(directory)
     try:
-        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
-        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
         for name in sorted(where):
             tensor = where[name].get_tensor(name).contiguous()
             digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

@@ -6,7 +6,7 @@ repeated. With the embedded policy this takes half the time of `model.generate` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -163,6 +163,31 @@ def _generate(
         GroupSample(head, completions[i : i + num_generations])
         for head, i in zip(heads, groups, strict=True)
     ]
+
+
+@torch.no_grad()
+def stream(
+    policy: Policy, prompt_ids: list[int], sampling: Sampling, generator: torch.Generator
+) -> Iterator[int]:
+    """Yield the tokens of one completion as they are sampled, including the EOS token if there is
+    one.
+
+    Raises:
+        PromptTooLong: The prompt leaves no room for a completion.
+    """
+    most = policy.room(prompt_ids, sampling.max_tokens)
+    decoder: Decoder
+    if unsuited(policy):
+        decoder, logits = grow(policy, [prompt_ids], 1, most - 1)
+    else:
+        decoder, logits = fill(policy, [prompt_ids], 1, len(prompt_ids) + min(most, ROOM))
+    for step in range(most):
+        token, _ = sample(logits, sampling.temperature, sampling.top_p, generator)
+        found = int(token)
+        yield found
+        if found in policy.eos_ids or step + 1 == most:
+            return
+        logits = decoder.advance(token)
 
 
 def sample(

@@ -7,10 +7,11 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -31,10 +32,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, StateError, Unavailable
+from swarmnode.gguf import is_gguf
 from swarmnode.install import install_command
+from swarmnode.model_defaults import is_on_hub
+from swarmnode.policy.convert import local_copy, tell
 from swarmnode.policy.decode import pads
-from swarmnode.policy.device import Placement, fit, probe, set_up
-from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.device import Placement, fit, probe, set_threads, set_up
+from swarmnode.policy.fingerprint import (
+    fingerprint,
+    refuse_pointers,
+    tokenizer_hash,
+    weight_files,
+)
+from swarmnode.policy.linear import use_onednn
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
 from swarmnode.policy.published import GATED
@@ -55,39 +65,57 @@ average."""
 LOSS_SCALE_GROWTH_STEPS = 100
 """Steps without an overflow after which float16's loss scale is doubled. torch's default of 2,000
 is too large for reinforcement learning with hundreds of steps."""
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+"""Names of files of which every tokenizer has at least one."""
+MODULES_NAMED = 6
+"""Most modules that a message names."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
-    """Load `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected).
+    """Load a policy, see `load_untried`, and try every method of computing log-probabilities.
 
-    Code that comes with a model never runs, and only safetensors are read.
+    Raises:
+        Unavailable, DeviceError: See `load_untried`.
+    """
+    policy = load_untried(cfg, log)
+    find_ways(cfg, policy)
+    return policy
+
+
+def load_untried(
+    cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None, trains: bool = True
+) -> Policy:
+    """Load `cfg.model`: `embedded`, `smollm2`, a directory, a GGUF file, or a Hub name
+    (HF_HUB_OFFLINE is respected).
+
+    Code that comes with a model never runs, and only safetensors are read. Methods of computing
+    log-probabilities are tried at their first use.
 
     Args:
         log: Receives a line per stage of loading.
+        trains: False for a policy that is only sampled: all weights are in the compute dtype, and
+            memory for an update is not needed.
 
     Raises:
         Unavailable: The model or the device does not exist.
         DeviceError: The model does not fit; the message has the estimate.
     """
-    if cfg.threads:
-        torch.set_num_threads(cfg.threads)
+    set_threads(cfg)
     disable_progress_bar()  # `log` reports progress
     placement = probe(cfg)
     check_optim(cfg, placement)
     log(placement.reason)
     set_up(placement.device)
-    with local_directory(cfg) as directory:
+    with local_directory(cfg, fits=trains, log=log) as directory:
         config = offline(
             cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
         )
-        placement = offline(cfg, lambda: fit(cfg, config, placement))
+        placement = offline(cfg, lambda: fit(cfg, config, placement, trains))
         weight_files(directory)
         log(f"loading {cfg.model}")
-        tokenizer = offline(
-            cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        )
-        model = load_model(cfg, directory, placement)
+        tokenizer = load_tokenizer(cfg, directory)
+        model = load_model(cfg, directory, placement, log, trains)
         log("hashing the base weights")
         identity = fingerprint(directory)
     embeddings = model.get_input_embeddings().get_parameter("weight")
@@ -96,8 +124,10 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     eos_ids = end_tokens(cfg, model, tokenizer)
     eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
     vocab_size, unused_ids = vocabulary(tokenizer, embeddings.shape[0])
+    trained = add_adapter(cfg, model) if cfg.lora.r else model
+    use_onednn(trained, device, placement.dtype)
     policy = Policy(
-        model=add_adapter(cfg, model) if cfg.lora.r else model,
+        model=trained,
         tokenizer=tokenizer,
         device=device,
         dtype=placement.dtype,
@@ -109,7 +139,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         pad_id=padding_token(tokenizer, embeddings, eos_id),
         vocab_size=vocab_size,
         unused_ids=unused_ids,
-        chat=Chat.of(cfg.chat, tokenizer),
+        chat=Chat.of(cfg.chat, tokenizer, eos_ids),
         context=context_length(model.config),
     )
     s = policy.statistics()
@@ -123,9 +153,8 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         and not math.isfinite(rounding(policy))
     ):
         log("this model overflows in float16; using float32")
-        del policy, model, embeddings  # free their memory
-        return load_policy(cfg.model_copy(update={"dtype": "float32"}), log)
-    find_ways(cfg, policy)
+        del policy, trained, model, embeddings  # free their memory
+        return load_untried(cfg.model_copy(update={"dtype": "float32"}), log, trains)
     return policy
 
 
@@ -146,11 +175,14 @@ def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
 
 
 @contextlib.contextmanager
-def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
-    """Yield the directory of the model; download it if necessary.
+def local_directory(
+    cfg: PolicyConfig, fits: bool = True, log: Callable[[str], None] = tell
+) -> Iterator[Path]:
+    """Yield the directory of the model; download or convert it if necessary.
 
     Args:
         fits: True to refuse the download of a model that does not fit on this machine.
+        log: Receives a line per stage of a conversion.
 
     Raises:
         Unavailable: There is no such model.
@@ -160,17 +192,29 @@ def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             yield directory
         return
-    directory = download(cfg, fits) if is_on_hub(cfg.model) else Path(cfg.model).expanduser()
+    if is_gguf(cfg.model):
+        directory = local_copy(cfg.model, log)
+    else:
+        directory = download(cfg, fits) if is_on_hub(cfg.model) else Path(cfg.model).expanduser()
     if not directory.is_dir():
         raise Unavailable(f"policy.model {cfg.model!r}: no such directory")
+    if (directory / "adapter_config.json").is_file():
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: {directory} contains an adapter, but training starts from"
+            " a whole model: write one with `swarmnode export --merge`, or merge_and_unload of peft"
+        )
     if not (directory / "config.json").is_file():
         raise Unavailable(f"policy.model {cfg.model!r}: no config.json in {directory}")
+    offline(cfg, lambda: refuse_pointers(directory.glob("*.json")))
     yield directory
 
 
 @contextlib.contextmanager
-def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
+def config_directory(cfg: PolicyConfig, log: Callable[[str], None] = tell) -> Iterator[Path]:
     """Yield the directory of the model's config.json. Of a Hub model no other file is downloaded.
+
+    Args:
+        log: Receives a line per stage of a conversion.
 
     Raises:
         Unavailable: There is no such model.
@@ -178,14 +222,8 @@ def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
     if is_on_hub(cfg.model):
         yield hub_config(cfg).parent
         return
-    with local_directory(cfg) as directory:
+    with local_directory(cfg, log=log) as directory:
         yield directory
-
-
-def is_on_hub(model: str) -> bool:
-    """Return True for the name of a Hub model, False for `embedded` and for a directory."""
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return model != "embedded" and not is_path and not Path(model).is_dir()
 
 
 def hub_config(cfg: PolicyConfig) -> Path:
@@ -248,29 +286,60 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
         raise Unavailable(f"policy.model {cfg.model!r}: {why}") from error
 
 
-def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreTrainedModel:
-    """Load the weights onto their device: in float32 if they are trained, in the compute dtype if
-    they are frozen under an adapter.
+def load_tokenizer(cfg: PolicyConfig, directory: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model's directory.
 
     Raises:
-        Unavailable: The files are damaged, or the architecture is unknown.
+        Unavailable: It is missing or damaged.
+    """
+    # transformers returns an empty tokenizer for some architectures.
+    if not any(next(directory.glob(pattern), None) for pattern in VOCABULARY_FILES):
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: no tokenizer in {directory}: copy tokenizer.json,"
+            " tokenizer_config.json and chat_template.jinja of its base model into it"
+        )
+    refuse_pointers(path for each in VOCABULARY_FILES for path in directory.glob(each))
+    read = lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer: PreTrainedTokenizerBase = offline(cfg, read)
+    return tokenizer
+
+
+def load_model(
+    cfg: PolicyConfig,
+    directory: Path,
+    placement: Placement,
+    log: Callable[[str], None] = lambda line: None,
+    trains: bool = True,
+) -> PreTrainedModel:
+    """Load the weights onto their device: in float32 if they are trained, in the compute dtype if
+    they are frozen.
+
+    Args:
+        log: Receives a line if the files have weights that the model does not use.
+        trains: False if all weights are frozen.
+
+    Raises:
+        Unavailable: The files are damaged or lack weights, or the architecture is unknown.
         DeviceError: The model does not fit.
     """
-    dtype = placement.dtype if cfg.lora.r else torch.float32
+    dtype = placement.dtype if cfg.lora.r or not trains else torch.float32
     target = "auto" if placement.spread else {"": placement.device}
     extra = (
         {} if cfg.quantization == "none" else {"quantization_config": quantization(cfg, placement)}
     )
-    read = lambda: AutoModelForCausalLM.from_pretrained(
+    read: Callable[[], Any] = lambda: AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
         device_map=target,
         use_safetensors=True,
         trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below
         **extra,
     )
     try:
-        model = offline(cfg, read)
+        model: PreTrainedModel
+        model, found = offline(cfg, read)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}"
@@ -280,8 +349,41 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
         raise Unavailable(
             f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}"
         ) from error
+    if mismatched := found["mismatched_keys"]:
+        names = [name for name, *_ in mismatched]
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: weights of the files have other shapes than config.json"
+            f" describes ({name_modules(names)}): download the model again, or correct config.json"
+        )
+    # transformers fills missing weights with random numbers. Tied weights do not count as missing.
+    if missing := found["missing_keys"]:
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: the files lack {len(missing)} weights that config.json"
+            f" describes ({name_modules(missing)}): download the model again, or correct"
+            " config.json"
+        )
+    report_unexpected(found["unexpected_keys"], log)
     # Without dropout, so that sampling and training compute the same log-probabilities.
     return model.eval()
+
+
+def report_unexpected(names: Iterable[str], log: Callable[[str], None]) -> None:
+    """Log a line if the files have weights of these names, which the model does not use."""
+    if names := set(names):
+        log(
+            f"{len(names)} weights of the files are not part of the model that config.json"
+            f" describes, and are not used: {name_modules(names)}"
+        )
+
+
+def name_modules(names: Iterable[str]) -> str:
+    """Return the modules of some weights for a message, e.g. "model.layers.4, lm_head"."""
+    number = lambda text: [
+        int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)
+    ]
+    found = sorted({re.sub(r"(\.\d+)\..*|\.(weight|bias)$", r"\1", n) for n in names}, key=number)
+    more = f" and {len(found) - MODULES_NAMED} more" if len(found) > MODULES_NAMED else ""
+    return ", ".join(found[:MODULES_NAMED]) + more
 
 
 def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
+from swarmnode import gguf
 from swarmnode.errors import Unavailable
-from swarmnode.policy.footprint import Shape
+from swarmnode.model_defaults import cached_config, is_on_hub
+from swarmnode.model_shape import Shape
+from swarmnode.policy.convert import weight_name
 
 HEADER_BYTES = 100 * 2**20
 """Largest header of a safetensors file that is read."""
@@ -24,7 +27,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def published_shape(model: str, revision: str | None = None) -> Shape:
-    """Return the shape of `embedded`, a directory, or a Hub name.
+    """Return the shape of `embedded`, `smollm2`, a directory, a GGUF file, or a Hub name.
 
     Raises:
         Unavailable: The model does not exist, or a file is missing or damaged.
@@ -32,12 +35,31 @@ def published_shape(model: str, revision: str | None = None) -> Shape:
     if model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             return shape_in(directory)
+    if gguf.is_gguf(model):
+        found = gguf.read(gguf.gguf_path(model))
+        shapes = {weight_name(tensor.name): tensor.shape for tensor in found.tensors.values()}
+        return _shape(found.config(), shapes)
     directory = Path(model).expanduser()
     if directory.is_dir():
         return shape_in(directory)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise Unavailable(f"{directory.absolute()}: no such directory")
     return shape_on_hub(model, revision)
+
+
+def fetch_config(model: str, revision: str | None) -> bool:
+    """Download config.json of a Hub model if it is not in the local cache. Return True if it was
+    downloaded; the trainer reports a model that does not exist."""
+    if not is_on_hub(model) or cached_config(model, revision) is not None:
+        return False
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        hf_hub_download(model, "config.json", revision=revision)
+    except (OSError, HfHubHTTPError, HFValidationError, ValueError):
+        return False
+    return True
 
 
 def shape_in(directory: Path) -> Shape:

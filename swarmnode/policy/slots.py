@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.decode import decoding_gap, left_padded
+from swarmnode.policy.merged import MergedWeights, merged_weights
 from swarmnode.policy.model import Policy
 from swarmnode.policy.recorded import RecordedSteps
 from swarmnode.policy.step import Window, obstacle_to_step, written_step
@@ -71,6 +73,7 @@ def next_logits(
     position: torch.Tensor,
     cache: Cache,
     windows: Sequence[Window] = (),
+    merged: MergedWeights | None = None,
 ) -> torch.Tensor:
     """Return the logits (N, V) of the next token of each row.
 
@@ -81,9 +84,10 @@ def next_logits(
         cache: Keys and values, which are read and extended by one column.
         windows: Groups of rows that attend separately, with their numbers of columns; empty for a
             single group. transformers' forward pass ignores them.
+        merged: Result of `merged_weights`, which transformers' forward pass ignores too.
     """
     if writes_out(policy):
-        return written_step(policy, token, mask, position, cache, windows)
+        return written_step(policy, token, mask, position, cache, windows, merged)
     return policy.logits(token, mask, position, 1, cache)[:, -1]
 
 
@@ -342,12 +346,19 @@ class Slots:
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 
-    def forget_recordings(self) -> None:
-        """Drop the recorded steps, which read the weights that autocast has cast.
+    @cached_property
+    def _merged(self) -> MergedWeights | None:
+        """The weights in use if they are a merged copy. They are compared with the policy's only
+        once, since that takes as long as a step of a small policy."""
+        return merged_weights(self._policy) if writes_out(self._policy) else None
+
+    def forget_weights(self) -> None:
+        """Drop merged weights, and recorded steps, which read the weights that autocast has cast.
 
         Call it before weights change and at the end of an autocast context.
         """
         self._recorded.clear()
+        self.__dict__.pop("_merged", None)
 
     def _step(
         self,
@@ -370,7 +381,8 @@ class Slots:
         beyond = torch.arange(width, device=device) > places[:, None]  # (n, W)
         mask = beyond.to(dtype)[:, None, None] * torch.finfo(dtype).min
         cache = Cache(layers=list(self._layers))
-        return next_logits(self._policy, tokens[:, None], mask, places[:, None], cache, windows)
+        token, position = tokens[:, None], places[:, None]
+        return next_logits(self._policy, token, mask, position, cache, windows, self._merged)
 
     def _resize(self, rows: int, columns: int) -> None:
         """Allocate memory for at least this many rows and columns, and drop recordings of the old

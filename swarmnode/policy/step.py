@@ -2,9 +2,9 @@
 
 transformers computes a step of one token in many small operations, each dispatched from Python.
 With a small policy the dispatch takes longer than the arithmetic. This module writes the same
-operations in sequence, for a single new token per row. Projections are still called as modules, so
-that adapters and quantised weights work. The rotary embedding is the model's own, so that every
-kind of RoPE scaling works.
+operations in sequence, for a single new token per row. Projections are called as modules, so that
+adapters and quantised weights work, or use merged weights on a CPU (`merged.py`). The rotary
+embedding is the model's own, so that every kind of RoPE scaling works.
 
 A trial checks once whether the step computes the same as the model (`slots.writes_out`). Other
 kinds of models, and models that fail the trial, decode with transformers' forward pass.
@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from swarmnode.policy.merged import MergedWeights
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import sees_everything
 
@@ -48,6 +49,7 @@ def written_step(
     position: torch.Tensor,
     cache: Cache,
     windows: Sequence[Window] = (),
+    merged: MergedWeights | None = None,
 ) -> torch.Tensor:
     """Return the logits (N, V) of the next token of each row; see `slots.next_logits`."""
     model: Any = policy.base
@@ -61,9 +63,15 @@ def written_step(
             attention, mlp = layer.self_attn, layer.mlp
             size = attention.head_dim  # D
             normed = _normed(hidden, layer.input_layernorm)
-            query = attention.q_proj(normed).view(rows, -1, size)  # (N, heads, D)
-            key = attention.k_proj(normed).view(rows, -1, size)  # (N, key heads, D)
-            value = attention.v_proj(normed).view(rows, -1, 1, size)
+            weights = merged.layers[number] if merged is not None else None
+            query, key, value = (
+                weights.qkv(normed)
+                if weights is not None
+                else (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
+            )
+            query = query.view(rows, -1, size)  # (N, heads, D)
+            key = key.view(rows, -1, size)  # (N, key heads, D)
+            value = value.view(rows, -1, 1, size)
             if hasattr(attention, "q_norm"):
                 query = _normed(query, attention.q_norm)
                 key = _normed(key, attention.k_norm)
@@ -73,11 +81,21 @@ def written_step(
             # so that keys need not be repeated per query head.
             query = query.reshape(rows, keys.shape[1], -1, size).to(keys.dtype)
             mixed = _attention(query, keys, values, mask, attention.scaling, windows)
-            hidden = hidden + attention.o_proj(mixed.reshape(rows, -1))
-            normed = _normed(hidden, layer.post_attention_layernorm)
-            gated = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-            hidden = hidden + mlp.down_proj(gated)
-        logits: torch.Tensor = model.lm_head(_normed(hidden, model.model.norm))
+            mixed = mixed.reshape(rows, -1)
+            if weights is not None:
+                hidden = hidden + weights.out(mixed)[0]
+                normed = _normed(hidden, layer.post_attention_layernorm)
+                gate, up = weights.gate_up(normed)
+                hidden = hidden + weights.down(mlp.act_fn(gate) * up)[0]
+            else:
+                hidden = hidden + attention.o_proj(mixed)
+                normed = _normed(hidden, layer.post_attention_layernorm)
+                gated = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+                hidden = hidden + mlp.down_proj(gated)
+        hidden = _normed(hidden, model.model.norm)
+        logits: torch.Tensor = (
+            merged.head(hidden)[0] if merged is not None else model.lm_head(hidden)
+        )
     return policy.known_logits(logits)
 
 

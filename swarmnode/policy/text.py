@@ -3,11 +3,13 @@ too."""
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,12 +42,19 @@ class Chat:
 
     @classmethod
     def of(
-        cls, settings: Mapping[str, bool | int | float | str], tokenizer: PreTrainedTokenizerBase
+        cls,
+        settings: Mapping[str, bool | int | float | str],
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int] = frozenset(),
     ) -> Chat:
-        """Return the conversation of `policy.chat`, after a test with a question.
+        """Return the conversation of `policy.chat`, after a test of what the template renders.
+
+        Args:
+            eos_ids: Tokens at which generation stops. If empty, the end of a turn is not checked.
 
         Raises:
-            Unavailable: The tokenizer has no chat template, or the template fails.
+            Unavailable: The tokenizer has no chat template, or the template fails or loses a part
+                of the conversation.
         """
         if not tokenizer.chat_template:
             if settings:
@@ -71,7 +80,111 @@ class Chat:
             raise Unavailable(
                 f"the chat template of policy.model fails with this policy.chat: {why}"
             ) from None
+        if fault := template_fault(tokenizer, chat, eos_ids):
+            raise Unavailable(f"the chat template of policy.model {fault}")
         return chat
+
+
+PROBE = "Which lantern belongs to owl 7,\nif 3 < 4 & \"x\" is 'y'?"
+PROBE_SYSTEM = "Otters count in base 12."
+PROBE_ANSWER = "The green lantern."
+"""Texts with which a chat template is tested. None of them is part of a template."""
+
+
+def template_fault(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, eos_ids: frozenset[int]
+) -> str | None:
+    """Return what a chat template loses of a conversation, with the remedy; None if nothing."""
+    if _CHANGING.search(_without_clock(tokenizer.get_chat_template())):
+        return (
+            "shows the date in a computed format or something random, so that nodes would have"
+            " different prompts: use a template with strftime_now and a constant format"
+        )
+    question = {"role": "user", "content": PROBE}
+    asked = _render(tokenizer, [question], chat)
+    if PROBE not in asked:
+        parts = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
+        if PROBE in (_try_render(tokenizer, [parts], chat) or ""):
+            return (
+                "expects a list of content parts and drops a question that is text: use a text"
+                " model, or a template that reads message.content as text"
+            )
+        return "does not show the question as it is: use an instruct model with a working template"
+    if chat.system:
+        probed = _try_render(tokenizer, [question], replace(chat, system=PROBE_SYSTEM))
+        if PROBE_SYSTEM not in (probed or ""):
+            return "drops policy.chat.system: unset it, and write its text into the questions"
+    for name, value in chat.arguments:
+        if not _has_effect(tokenizer, chat, name, value):
+            return f"does not depend on the argument {name} of policy.chat: remove it"
+    answer = {"role": "assistant", "content": PROBE_ANSWER}
+    whole = _try_render(tokenizer, [question, answer], chat, answer=False)
+    if whole is None or whole.count(PROBE_ANSWER) != 1:
+        return None  # a template for a single question
+    before, _, after = whole.partition(PROBE_ANSWER)
+    open_end = _try_render(tokenizer, [question], chat, answer=False)
+    # Mistral's template needs no generation prompt: an answer follows the question directly.
+    if asked == open_end and before.rstrip() != asked.rstrip():
+        return (
+            "ignores add_generation_prompt, so that the policy would write the start of its turn"
+            f" ({before.removeprefix(asked)[:40]!r}): use a template that writes it"
+        )
+    end = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
+    if eos_ids and end and eos_ids.isdisjoint(end):
+        names = ", ".join(sorted(str(tokenizer.decode([each])) for each in eos_ids))
+        token = next((each for each in end if each in tokenizer.added_tokens_decoder), None)
+        remedy = (
+            "use a model whose turns end with a token"
+            if token is None
+            else f"add that token ({token}) to eos_token_id in generation_config.json"
+        )
+        return (
+            f"ends a turn with {after.strip()[:40]!r}, and generation stops only at {names}:"
+            f" {remedy}"
+        )
+    return None
+
+
+def _has_effect(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, name: str, value: bool | int | float | str
+) -> bool:
+    """Return True if an argument changes a conversation.
+
+    An argument may have its default value, so that its absence changes nothing: another value is
+    tried as well. It may affect only earlier thoughts, or only tools.
+    """
+    other: bool | float | str
+    if isinstance(value, str):
+        other = f"{value}1"
+    else:
+        other = not value if isinstance(value, bool) else value + 1
+    rest = tuple(each for each in chat.arguments if each[0] != name)
+    question = {"role": "user", "content": PROBE}
+    thought = {"role": "assistant", "content": f"<think>\nGreen.\n</think>\n\n{PROBE_ANSWER}"}
+    return any(
+        _try_render(tokenizer, turns, chat, tools)
+        != _try_render(tokenizer, turns, replace(chat, arguments=arguments), tools)
+        for turns, tools in (
+            ([question], []),
+            ([question, thought, question], []),
+            ([question], [TOOL]),
+        )
+        for arguments in (rest, (*rest, (name, other)))
+    )
+
+
+def _try_render(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    chat: Chat,
+    tools: Sequence[dict[str, Any]] = (),
+    answer: bool = True,
+) -> str | None:
+    """Return `_render`; None if the template refuses such a conversation."""
+    try:
+        return _render(tokenizer, turns, chat, tools, answer)
+    except Exception:  # a template is a program and may raise anything  # noqa: BLE001
+        return None
 
 
 class PromptTooLong(Unavailable):
@@ -113,6 +226,28 @@ class PolicyText:
         """Return the token ids of a question. With a chat template they are the system turn if
         there is one, the user turn, and the start of the answer; otherwise those of the text."""
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
+
+    def encode_turns(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the next answer. A first turn
+        of the role `system` replaces the system prompt. Names of special tokens are encoded as
+        text.
+
+        Args:
+            turns: Role and content of each turn.
+
+        Raises:
+            Incompatible: The chat template refuses the conversation.
+        """
+        chat = self.chat
+        if turns and turns[0]["role"] == "system":
+            chat, turns = replace(chat, system=turns[0]["content"]), turns[1:]
+        if not self.tokenizer.chat_template:
+            return self.encode_prompt("\n".join(turn["content"] for turn in turns))
+        try:
+            text = _render(self.tokenizer, mark_special(self.tokenizer, turns), chat)
+        except Exception as error:  # a template is a program and may raise anything  # noqa: BLE001
+            raise Incompatible(f"the chat template refuses these messages: {error}") from None
+        return encode_marked(self.tokenizer, text)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the ids that a completion follows: those of a question, or `prompt` itself if it
@@ -187,6 +322,20 @@ class PolicyText:
         silent = silent_ids(self.tokenizer, self.eos_ids)
         shown = [i for i in ids if i not in silent]
         return str(self.tokenizer.decode(shown, skip_special_tokens=False))
+
+    def word_ids(self, text: str) -> set[int]:
+        """Return the token ids of a text's words, numbers and punctuation marks, each at the start
+        of a text and behind a space."""
+        words = set(re.findall(r"[^\W_]+|[^\w\s]+|_+", text))
+        spelled = [form for word in words for form in (word, f" {word}")]
+        if not spelled:
+            return set()
+        found = self.tokenizer(spelled, add_special_tokens=False, split_special_tokens=True)
+        return {token for ids in found["input_ids"] for token in ids}
+
+    def token_name(self, token: int) -> str:
+        """Return the text of a token, or the name of one without text, such as `<|im_end|>`."""
+        return self.decode([token]) or str(self.tokenizer.convert_ids_to_tokens(token))
 
     def hides(self, ids: list[int]) -> bool:
         """Return True if completion ids contain a token that `decode` does not show, other than the
@@ -356,12 +505,78 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()
 ) -> tuple[int, ...]:
     if not tokenizer.chat_template:
-        return tuple(tokenizer(prompt)["input_ids"])
+        return tuple(
+            _without_end(tokenizer, tokenizer(prompt, split_special_tokens=True)["input_ids"])
+        )
     first = tool_prompt.split(prompt)
     if first.tools and not shows_tools(tokenizer, chat, first.form):
         first = tool_prompt.FirstText(prompt)
-    text = _render(tokenizer, [{"role": "user", "content": first.question}], chat, first.tools)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    question = {"role": "user", "content": first.question}
+    turns, tools = (mark_special(tokenizer, each) for each in ([question], list(first.tools)))
+    return tuple(encode_marked(tokenizer, _render(tokenizer, turns, chat, tools)))
+
+
+MARK = "\ue000"
+"""Stands before and after the name of a special token in text that is not the template's."""
+
+
+@functools.lru_cache(maxsize=8)
+def _special_names(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a pattern that matches the names of special tokens."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+    return "|".join(re.escape(name) for name in names if name) or r"(?!)"
+
+
+def mark_special(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:  # noqa: ANN401
+    """Return JSON with a MARK around every name of a special token in its texts and keys."""
+    if isinstance(value, str):
+        return re.sub(_special_names(tokenizer), lambda name: f"{MARK}{name[0]}{MARK}", value)
+    if isinstance(value, Mapping):
+        return {
+            mark_special(tokenizer, key): mark_special(tokenizer, each)
+            for key, each in value.items()
+        }
+    if isinstance(value, Sequence):
+        return [mark_special(tokenizer, each) for each in value]
+    return value
+
+
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a rendered conversation. A marked name is encoded as text."""
+    parts = re.split(f"{MARK}({_special_names(tokenizer)}){MARK}", text)
+    return [
+        i
+        for number, part in enumerate(parts)
+        if part
+        for i in tokenizer(part, add_special_tokens=False, split_special_tokens=number % 2 == 1)[
+            "input_ids"
+        ]
+    ]
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return the ids without end tokens that the tokenizer appended (`add_eos_token`): the policy
+    would see a question as a finished text."""
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    while len(ids) > 1 and ids[-1] in ends:
+        ids = ids[:-1]
+    return ids
+
+
+TEMPLATE_DATE = datetime.date(2024, 7, 26)
+"""Date that chat templates show, since nodes with other prompts could not check each other's
+answers. It is the date that Llama 3's template falls back to."""
+
+
+_CHANGING = re.compile(r"strftime_now(?!\s+is\b)|\|\s*random\b|\blipsum\s*\(")
+"""Parts of a template that depend on a clock or on chance."""
+NOW = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])([^"'\\\n]*)\1\s*\)""")
+
+
+def _without_clock(template: str) -> str:
+    """Return a chat template that shows TEMPLATE_DATE in place of the present."""
+    return NOW.sub(lambda call: json.dumps(TEMPLATE_DATE.strftime(call[2])), template)
 
 
 def _render(
@@ -376,9 +591,11 @@ def _render(
     arguments = dict[str, Any](chat.arguments)  # no parameter of the method, see `Chat.of`
     if tools:
         arguments["tools"] = list(tools)
+    template = tokenizer.get_chat_template(tools=arguments.get("tools"))
     return str(
         tokenizer.apply_chat_template(
             [*system, *turns],
+            chat_template=_without_clock(template),
             add_generation_prompt=answer,
             tokenize=False,
             **arguments,

@@ -7,25 +7,36 @@ gradients.
     gradient   by every method that works with the model
 
 A method that does not work with the model is not used (`ways.py`). A model that cannot be sampled
-from or trained at all is refused in one line before training starts.
+from or trained at all is refused in one line before training starts. A trainer stores the result of
+a trial and does not repeat it for the same model on the same machine (`try_once`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
+import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import torch
+import transformers
 
+from swarmnode import __version__
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
+from swarmnode.files import write_atomically
+from swarmnode.model_defaults import is_on_hub
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.selector import answered
+from swarmnode.policy.fingerprint import canonical
 from swarmnode.policy.generate import GroupSample, Sampling, generate
-from swarmnode.policy.load import Policy, is_on_hub, load_policy
+from swarmnode.policy.load import Policy, load_untried
 from swarmnode.policy.logprobs import (
     PACKED_COLUMNS,
     WAYS,
@@ -46,6 +57,8 @@ TOKENS = 8
 """Tokens to sample for each answer."""
 ROWS = 2
 """Answers to each question."""
+PARTS = len(WAYS) + 2
+"""Parts of a trial: sampling, each method of computing gradients, and the longest answer."""
 NORM_BOUND = {torch.float32: 0.01}
 """Relative difference of gradient norms from the reference method above which a method is wrong."""
 NORM_BOUND_ELSEWHERE = 0.3
@@ -65,11 +78,13 @@ class Trial:
     refused: Sequence[str]
     """Methods that are not used, with the reason."""
     seconds: float
+    """Duration; 0 if the result was recorded at an earlier start."""
 
     def __str__(self) -> str:
+        when = f"in {self.seconds:.1f} s" if self.seconds else "at an earlier start"
         found = (
-            f"{self.tokens} tokens sampled ({', '.join(self.engines)}), scored and trained on in"
-            f" {self.seconds:.1f} s"
+            f"{self.tokens} tokens sampled ({', '.join(self.engines)}), scored and trained on"
+            f" {when}"
         )
         return "; ".join([found, *(f"not used: {way}" for way in self.refused)])
 
@@ -81,10 +96,10 @@ def try_policy(
 
     Raises:
         Unavailable: The model cannot be trained.
-        LocalError: See `load_policy`.
+        LocalError: See `load_untried`.
     """
     started = time.monotonic()
-    policy = load_policy(cfg)
+    policy = load_untried(cfg)
     loaded = time.monotonic() - started
     trial = try_loaded(cfg, policy, training or TrainingConfig())
     return f"loaded in {loaded:.1f} s, {trial}", trial.warnings
@@ -95,12 +110,14 @@ def try_loaded(
     policy: Policy,
     training: TrainingConfig,
     alive: Callable[[], None] = lambda: None,
+    report: Callable[[int, int], None] = lambda part, parts: None,
 ) -> Trial:
     """Try a loaded policy. Weights do not change, and gradients are cleared.
 
     Args:
         training: Settings with the longest answer and the sampling temperature.
-        alive: Called between the parts of the trial, to report progress.
+        alive: Called regularly during the trial.
+        report: Called at the start of each part with its number and that of all parts.
 
     Raises:
         Unavailable: The model cannot be trained.
@@ -108,8 +125,9 @@ def try_loaded(
     """
     name, started = f"policy.model {cfg.model!r}", time.monotonic()
     try:
+        report(1, PARTS)
         rows, engines = try_sampling(name, policy, training, alive)
-        warnings = try_training(name, policy, training, rows, alive)
+        warnings = try_training(name, policy, training, rows, alive, report)
     except SwarmNodeError:
         raise
     except Exception as error:
@@ -119,6 +137,74 @@ def try_loaded(
     unused = [f"{way} ({why})" for way, why in refused(policy).items()]
     sampled = sum(row.tokens for row in rows)
     return Trial(sampled, engines, warnings, unused, time.monotonic() - started)
+
+
+class TrialRecord(msgspec.Struct, frozen=True):
+    """A passed trial, as stored in the data directory."""
+
+    key: str
+    """Hash of everything that the result depends on, see `trial_key`."""
+    trial: Trial
+    obstacles: dict[str, str]
+    """`Policy.obstacles` after the trial."""
+    measured: dict[str, float]
+
+
+def try_once(
+    cfg: PolicyConfig,
+    policy: Policy,
+    training: TrainingConfig,
+    path: Path,
+    alive: Callable[[], None] = lambda: None,
+    report: Callable[[int, int], None] = lambda part, parts: None,
+) -> Trial:
+    """Return the recorded trial of this policy, or try it and record the result.
+
+    A trial with warnings is not recorded, because free memory may cause them.
+
+    Args:
+        path: File of the record. A damaged one is replaced.
+
+    Raises:
+        Unavailable, DeviceError: See `try_loaded`.
+    """
+    key = trial_key(cfg, policy, training)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        record = msgspec.json.decode(path.read_bytes(), type=TrialRecord)
+        if record.key == key:
+            policy.obstacles.update(record.obstacles)
+            policy.measured.update(record.measured)
+            return replace(record.trial, seconds=0.0)
+    trial = try_loaded(cfg, policy, training, alive, report)
+    if not trial.warnings:
+        record = TrialRecord(key, trial, policy.obstacles, policy.measured)
+        write_atomically(path, msgspec.json.encode(record))
+    return trial
+
+
+def trial_key(cfg: PolicyConfig, policy: Policy, training: TrainingConfig) -> str:
+    """Return a hash of model, settings, versions and device."""
+    facts = [
+        policy.fingerprint.hex(),
+        policy.tokenizer_hash.hex(),
+        cfg.model_dump_json(exclude={"server"}),
+        [training.max_completion_length, training.temperature],
+        [__version__, torch.__version__, transformers.__version__],
+        [str(policy.device), str(policy.dtype), policy.is_spread, processor(policy.device)],
+    ]
+    return hashlib.sha256(canonical(facts)).hexdigest()
+
+
+def processor(device: torch.device) -> str:
+    """Return the name of a GPU or of this machine's CPU, with the instruction set that torch
+    uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # Linux only
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    names = [line for line in lines if line.startswith("model name")] or [platform.machine()]
+    return f"{names[0]} {torch.backends.cpu.get_cpu_capability()}"
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -219,6 +305,7 @@ def try_training(
     training: TrainingConfig,
     rows: Sequence[Row],
     alive: Callable[[], None] = lambda: None,
+    report: Callable[[int, int], None] = lambda part, parts: None,
 ) -> list[str]:
     """Compute log-probabilities and gradients by every method, and once at the full length of an
     answer. A method whose values or gradients differ from the reference method is not used.
@@ -243,9 +330,11 @@ def try_training(
         plain = gradient_norm(policy, trial_rows(policy), "row by row")
         if not math.isfinite(plain):
             raise Unavailable(f"{name} cannot be trained: its gradient is not finite")
-        for way in WAYS:
+        for part, way in enumerate(WAYS, start=2):
+            report(part, PARTS)
             alive()
             _try_way(policy, way, plain, long)
+        report(PARTS, PARTS)
         splits_head(policy)
         warnings += _full_length(name, policy, long, training.temperature)
     finally:

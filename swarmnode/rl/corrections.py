@@ -1,13 +1,7 @@
-"""Off-policy corrections: weights of completions that another policy sampled, and checks of peers'
-log-probabilities.
+"""Importance weights of completions that another policy sampled, and checks of peers' text.
 
-There are three policies: the sampler; the old policy, at the beginning of the step; and the new
-policy, which has the gradient. The ratio and the clip in `rl.objectives` compare new with old. The
-functions here compare old with sampler, without gradient.
-
-    own completions    sampled by another kernel or number format: `importance_weights`
-    peers' completions sampled by another node: `sequence_correction`. It only lowers weights, so a
-                       peer gains nothing by false log-probabilities.
+The functions compare the present policy with the sampler, without gradient. A peer's reported
+log-probabilities give no weight: they are checked only (`spot_check`).
 """
 
 from __future__ import annotations
@@ -18,11 +12,10 @@ from typing import Literal
 
 import torch
 
-Correction = Literal["tis", "mis", "icepop"]
-Level = Literal["token", "sequence"]
+Correction = Literal["tis", "icepop"]
 CAP = 2.0
-"""Largest weight of `tis`, and the ratio above which `mis` gives weight 0 (Yao et al. 2025, "Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training": 2)."""
+"""Largest weight of `tis` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training": 2)."""
 BAND = (0.5, 5.0)
 """Range of ratios outside of which `icepop` gives weight 0 (Ling Team, "Every Step Evolves", arXiv
 2510.18855 §3.2)."""
@@ -32,24 +25,6 @@ BURST_DRIFT = 2.0
 per token."""
 BURST_SCALE = 8.0
 LEAST_WEIGHT = 0.05
-OWN_CORRECTION: tuple[Correction, Level] = ("tis", "token")
-"""Correction for own completions. The sampler is the same policy in another kernel, so ratios are
-near 1, where all corrections are nearly exact. Truncation keeps the gradient of outliers, and the
-variance of a token's ratio does not grow with the length."""
-NAMED: dict[str, tuple[Correction, Level]] = {
-    "tis": ("tis", "token"),
-    "mis": ("mis", "token"),
-    "icepop": ("icepop", "token"),
-    "sequence_tis": ("tis", "sequence"),
-    "sequence_mis": ("mis", "sequence"),
-    "sequence_icepop": ("icepop", "sequence"),
-}
-"""Corrections by their names in `training.options`."""
-FLOOR = 0.1
-"""Ratio per token below which a peer's completion has weight 0. A higher floor adds bias: it would
-exclude answers that a peer's policy has learnt and this node's policy has not."""
-
-
 LEAST_PROBABILITY = 1e-3
 """A peer's completion is trained on up to its first token with a smaller probability under this
 node's policy. The gradient of log π is of order one even for an improbable token that on-policy
@@ -57,65 +32,35 @@ sampling would almost never produce. Without this bound a peer could teach a mar
 checks. With 1e-2, learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
 
 
-def own_correction(options: Collection[str]) -> tuple[Correction, Level]:
-    """Return the correction for own completions that `training.options` names."""
-    return next((NAMED[option] for option in options if option in NAMED), OWN_CORRECTION)
+def own_correction(options: Collection[str]) -> Correction:
+    """Return the correction for own completions that `training.options` names, by default `tis`.
+
+    The sampler is the same policy in another kernel, so ratios are near 1, where both corrections
+    are nearly exact. Truncation keeps the gradient of outliers.
+    """
+    return "icepop" if "icepop" in options else "tis"
 
 
 def importance_weights(
-    old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, kind: Correction, level: Level
+    now: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, kind: Correction
 ) -> torch.Tensor:
-    """Return importance weights (N, T): bounded ratios of the old policy to the sampler, without
-    gradient; 0 on padding and where a ratio is not finite.
+    """Return importance weights (N, T), without gradient: bounded ratios of the present policy to
+    the sampler. They are 0 on padding and where a ratio is not finite.
 
     Args:
-        old, sampler: Log-probabilities (N, T), nats.
+        now, sampler: Log-probabilities (N, T), nats.
         mask: (N, T).
-        kind: `tis` truncates at CAP, `mis` masks above CAP, `icepop` masks outside BAND.
-        level: With `sequence`, all tokens have the product of the completion's ratios.
+        kind: `tis` truncates at CAP, `icepop` masks outside BAND.
     """
     inside = mask.bool()
-    log_ratio = (old.detach().float() - sampler.float()).masked_fill(~inside, 0.0)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    log_ratio = (now.detach().float() - sampler.float()).masked_fill(~inside, 0.0)
     ratio = torch.exp(log_ratio)
-    low, high = BAND if kind == "icepop" else (0.0, CAP)
     weights = (
         ratio.clamp(max=CAP)
         if kind == "tis"
-        else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+        else ratio.masked_fill((ratio < BAND[0]) | (ratio > BAND[1]), 0.0)
     )
     return weights.masked_fill(~inside | ~torch.isfinite(log_ratio), 0.0)
-
-
-def against_sampler(
-    now: torch.Tensor,
-    recorded: torch.Tensor,
-    sampled: torch.Tensor,
-    weights: torch.Tensor,
-    mask: torch.Tensor,
-    kind: Correction,
-    level: Level,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the old policy's log-probabilities (N, T) for the objective, and the weight of each
-    token (N, T); 0 on padding.
-
-    If `recorded` holds the sampler's log-probabilities, the old policy is the present one and the
-    weight includes the correction. Otherwise `recorded` is the old policy.
-
-    Args:
-        now: Log-probabilities of the present policy (N, T).
-        recorded: Recorded log-probabilities (N, T).
-        sampled: (N,) True if `recorded` is the sampler's.
-        weights: (N,).
-        mask: (N, T).
-        kind, level: See `importance_weights`.
-    """
-    now, sampled = now.detach().float(), sampled.unsqueeze(1)
-    correction = torch.where(
-        sampled, importance_weights(now, recorded, mask, kind, level), mask.float()
-    )
-    return torch.where(sampled, now, recorded), weights.unsqueeze(1) * correction
 
 
 def effective_share(total: float, squares: float, count: float) -> float | None:
@@ -124,37 +69,6 @@ def effective_share(total: float, squares: float, count: float) -> float | None:
     most = count * squares
     share = total * total / most if most > 0 else 0.0
     return min(share, 1.0) if 0 < share < math.inf else None
-
-
-def rate_factor(options: Collection[str], effective: float | None) -> float:
-    """Return the factor of the learning rate: √(effective share) with the option `effective_rate`,
-    otherwise 1.
-
-    The variance of an update depends on the effective sample size (VCPO, arXiv 2602.17616), and
-    Adam's rate scales with the root of the batch size (arXiv 2205.10287).
-    """
-    return math.sqrt(effective) if "effective_rate" in options and effective is not None else 1.0
-
-
-def sequence_correction(
-    local_sum: torch.Tensor, sender_sum: torch.Tensor, tokens: torch.Tensor, floor: float = FLOOR
-) -> torch.Tensor:
-    """Return the weights (N,) of peers' completions: `min(1, exp((lp_local − lp_sender) /
-    tokens))`, or 0 below `floor` or if it is not finite. Without gradient.
-
-    The length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1). The bound of 1
-    is an addition; see the module's docstring.
-
-    Args:
-        local_sum, sender_sum: Log-probabilities summed over each completion (N,), nats.
-        tokens: Lengths (N,).
-        floor: Least ratio.
-    """
-    log_ratio = (local_sum.detach().float() - sender_sum.float()) / tokens.float().clamp(min=1.0)
-    weight = torch.exp(log_ratio.clamp(max=0.0))
-    return torch.where(
-        torch.isfinite(log_ratio) & (weight >= floor), weight, torch.zeros_like(weight)
-    )
 
 
 def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> bool:

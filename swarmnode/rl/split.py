@@ -25,7 +25,7 @@ def floor_groups(batch: int) -> int:
 
 
 class AdaptiveSplit:
-    """Adaptive split of a batch: I = B − min(J, round(s) + k), with s ← 0.6 s + 0.4 · used, and a
+    """Adaptive split of a batch: I = B − min(J, round(s)), with s ← 0.6 s + 0.4 · used, and a
     constant J = B − floor.
 
     J does not shrink with s. Rare successes come in bursts, and a burst may be the only signal of
@@ -43,8 +43,6 @@ class AdaptiveSplit:
         self.resize(batch)
         self.smoothed = smoothed
         """Average number of useful external groups that a step was trained on, s."""
-        self.replayable = 0
-        """Useful groups that the next step can replay, k (`trainer.replay`)."""
 
     def observe(self, used: int) -> None:
         """Record the number of useful external groups that a step was trained on.
@@ -73,6 +71,4 @@ class AdaptiveSplit:
     def own_groups(self) -> int:
         """Number of groups to sample for the next step, I."""
         # Half up and not Python's half to even, so that 0.5 and 2.5 are treated alike.
-        return self.batch - min(
-            self.external_room, math.floor(self.smoothed + 0.5) + self.replayable
-        )
+        return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5))

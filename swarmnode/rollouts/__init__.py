@@ -1,4 +1,6 @@
-"""SAPO (arXiv 2509.08721) in the network process: sharing of rollouts. No torch.
+"""SAPO (arXiv 2509.08721): sharing of rollouts.
 
-Read `exchange.py` first, then `admission.py`, `pool.py` and `puller.py`.
+`network/` shares, fetches and checks groups in the network process, without torch. `trainer/`
+judges them and makes batches. Read `network/exchange.py` first, then `network/admission.py`,
+`network/pool.py` and `network/puller.py`, then `trainer/judge.py`.
 """

@@ -1,7 +1,7 @@
 """Types of a group on its way through a node, and the messages between trainer and rollout
 service. Both ends of the process link import this module.
 
-    OwnGroup       sampled by this node: trainer → publisher
+    OwnGroup       sampled by this node: trainer → network process
     Candidate      from a peer: signature and limits are checked, not scored yet
     ExternalGroup  a scored candidate: pool → trainer
 """

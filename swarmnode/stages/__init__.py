@@ -1,6 +1,8 @@
-"""The stage plane: training of a policy that several nodes hold together. Read `crew.py`,
-`pipeline.py` and `recovery.py` first.
+"""The stage plane: training of a policy that several nodes hold together.
 
-The network process imports `wire`, `crew` and `service`; these three import no torch. Recovery of
-lost stages follows CheckFree, arXiv 2506.15461.
+    network/    crew_service → crew (state, plan), stream_proxy: in the network process, no torch
+    trainer/    crew_trainer → runner → restore, head, pipeline: in the trainer process
+    beside them, for both: specs, stage_frames, crew_messages, state_messages; no torch
+
+Recovery of lost stages follows CheckFree, arXiv 2506.15461.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,21 @@ from pathlib import Path
 
 from swarmnode import __version__
 from swarmnode.errors import ConfigError, Refused, Unavailable
+from swarmnode.gguf import SMOLLM2, SMOLLM2_COMMAND, SMOLLM2_PACKAGE
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 FILE = "README.md"
+ABOUT_SMOLLM2 = (
+    "SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), its Q4_1 quantisation of"
+    f" {SMOLLM2_PACKAGE} dequantised to float32"
+)
+"""Base model of an export whose base is `smollm2`."""
+LOADING_SMOLLM2 = (
+    "The adapter names the directory in which the base model is on the machine of the export."
+    f" Elsewhere, run `{SMOLLM2_COMMAND}`, then `swarmnode eval DIRECTORY`. An export with"
+    " `--merge` needs no base model."
+)
+"""How to load an adapter whose base is `smollm2`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ def card(
         terms: settings that decided the training, by key.
     """
     base = str(export_info["base"])
+    about = ABOUT_SMOLLM2 if base == SMOLLM2 else base
     kind = "an adapter (LoRA)" if export_info["kind"] == "adapter" else "all weights"
     head: dict[str, object] = {
         "library_name": "peft" if export_info["kind"] == "adapter" else "transformers",
@@ -51,15 +63,17 @@ def card(
     if datasets:
         head |= {"datasets": datasets}
     reward = export_info["reward_held_out"]
+    at = export_info["reward_held_out_step"]
     measured = (
-        f"{reward:.4f}, mean over the tasks below, at the training temperature"
+        f"{reward:.4f}{'' if at is None else f' at step {at}'}, mean over the tasks below, at the"
+        " training temperature"
         if isinstance(reward, float)
         else "not measured"
     )
     own, external = export_info["own_groups"], export_info["external_groups"]
     groups = f"{own} groups of its own and {external} of peers'"
     rows = [
-        ("base model", f"{base}, fingerprint {str(export_info['base_fingerprint'])[:16]}…"),
+        ("base model", f"{about}, fingerprint {str(export_info['base_fingerprint'])[:16]}…"),
         (
             "trained",
             f"{kind}, {export_info['step']} steps, policy version {export_info['policy_version']}",
@@ -90,6 +104,8 @@ def card(
         *(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows),
         "",
     ]
+    if base == SMOLLM2 and export_info["kind"] == "adapter":
+        lines += [LOADING_SMOLLM2, ""]
     lines += ["## Tasks", "", "| task | version | settings |", "|---|---|---|"]
     lines += [
         f"| {_cell(task.id)} | {_cell(task.version)} | {_cell(task.settings)} |" for task in tasks
@@ -108,9 +124,7 @@ def card(
 def _cell(text: str) -> str:
     """Escape text for a table cell, so that it contains no markup, link or cell separator."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return re.sub(
-        r"([\\`*_{}\[\]()#+!|~$@:-])", lambda match: f"&#{ord(match[0])};", html.escape(plain)
-    )
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$@:&<>\"'-])", lambda match: f"&#{ord(match[0])};", plain)
 
 
 def check_target(repo: str) -> None:

@@ -5,6 +5,9 @@
 
 An invite needs no trust: a handshake proves the peer id, and the swarm id proves the manifest. It
 is therefore not signed and does not expire; a founder at a new address signs a successor.
+
+The invite to a private swarm may end in /secret/<64 hex digits>, so that one text suffices to join.
+Only `join` reads that part, and never from its arguments, which other users of a machine can see.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from swarmnode.wire import limits
 MAX_INVITE_CHARACTERS = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
 """Maximum length in characters."""
 _ID = re.compile("[0-9a-f]{64}")
+_SECRET_MARK = "/secret/"
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,29 @@ class Invite:
         return f"{','.join(self.addresses)}/swarm/{self.swarm.hex()}"
 
 
+def with_secret(invite: Invite, secret: bytes) -> str:
+    return f"{invite}{_SECRET_MARK}{secret.hex()}"
+
+
+def split_secret(text: str) -> tuple[str, bytes | None]:
+    """Return an invite without its secret, and the secret if there is one. Raises ConfigError."""
+    invite, mark, secret = text.strip().partition(_SECRET_MARK)
+    if mark and not _ID.fullmatch(secret):
+        raise ConfigError("invite: no 64 hex digits after /secret/; was it cut off?")
+    return invite, bytes.fromhex(secret) if mark else None
+
+
 def parse(text: str) -> Invite:
     """Parse an invite. Raises ConfigError that names the invalid part."""
     text = text.strip()
     if len(text) > MAX_INVITE_CHARACTERS:
         raise ConfigError(
             f"invite: longer than {MAX_INVITE_CHARACTERS} characters; was something else pasted?"
+        )
+    if _SECRET_MARK in text:
+        raise ConfigError(
+            "invite: it contains a secret, which others could read here: run `swarmnode join`"
+            " without it and paste it, or remove its end from /secret/ on and use --secret-file"
         )
     where, mark, swarm = text.rpartition("/swarm/")
     if not mark:

@@ -23,8 +23,9 @@ from swarmnode import __version__, settings
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.files import read_private
+from swarmnode.gguf import is_gguf
 from swarmnode.p2p import addresses
-from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
+from swarmnode.tasks.registry import ENVIRONMENT_NAME, PROVIDED_KINDS, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import VerifiedManifest, meets_rules
@@ -45,7 +46,6 @@ AGREED_KEYS = (
     "training.advantage",
     "training.loss_type",
     "weights.fragments",
-    "weights.lora_a",
     "weights.rule",
     "weights.sync_every",
 )
@@ -206,7 +206,7 @@ def settings_text(task: str) -> str:
     rows."""
     spec = TASKS[task]
     settings = dict(spec.settings)
-    if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
+    if spec.kind in PROVIDED_KINDS and spec.extract != "tag":
         settings["extract"] = spec.extract
     if spec.environment is not None:
         settings = {"content": spec.environment.content, "extract": spec.extract, **settings}
@@ -285,8 +285,8 @@ def _model_terms(manifest: SwarmManifest, policy: PolicyConfig) -> dict[str, obj
 
 def chosen_model(manifest: SwarmManifest, own: str) -> ModelRef | None:
     """Return the model to start from; None if `own` is kept, because any model is allowed or `own`
-    is a directory, whose content is checked after loading."""
-    if not manifest.models or _is_directory(own):
+    is a directory or file, whose content is checked after loading."""
+    if not manifest.models or _is_local(own):
         return None
     return next((model for model in manifest.models if model.name == own), manifest.models[0])
 
@@ -374,5 +374,6 @@ def parse_secret(data: bytes, path: Path) -> bytes:
     return bytes.fromhex(text.decode())
 
 
-def _is_directory(model: str) -> bool:
-    return "/" in model and Path(model).expanduser().is_dir()
+def _is_local(model: str) -> bool:
+    path = Path(model).expanduser()
+    return "/" in model and (path.is_dir() or (is_gguf(model) and path.is_file()))

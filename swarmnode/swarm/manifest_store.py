@@ -134,12 +134,22 @@ class ManifestStore:
     def lookup(self, swarm: bytes) -> tuple[bytes, bytes]:
         """Return (signed manifest, signed successor) for the manifest protocol, each empty if not
         stored. Never raises."""
+        opened, successor = self._pair(swarm)
+        return opened.signed if opened else b"", successor.signed if successor else b""
+
+    def successor_id(self, swarm: bytes) -> bytes:
+        """Return the swarm id of the best stored successor of a manifest; empty without one. Never
+        raises."""
+        _, successor = self._pair(swarm)
+        return successor.swarm if successor is not None else b""
+
+    def _pair(self, swarm: bytes) -> tuple[VerifiedManifest | None, VerifiedManifest | None]:
+        """Return the readable manifest of `swarm` and its best successor."""
         try:
             opened = self.get(swarm)
-            successor = self.successor(opened) if opened is not None else None
+            return opened, self.successor(opened) if opened is not None else None
         except StateError:
-            return b"", b""
-        return opened.signed if opened else b"", successor.signed if successor else b""
+            return None, None
 
     def _all(self) -> list[VerifiedManifest]:
         names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MAX_MANIFESTS]

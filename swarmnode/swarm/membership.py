@@ -28,6 +28,8 @@ from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unava
 from swarmnode.files import locked_data_dir, make_data_dir, read_private, write_atomically
 from swarmnode.install import check_torch
 from swarmnode.model_defaults import EMBEDDED
+from swarmnode.policy import published
+from swarmnode.policy.convert import prepare
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest, manifest_store, successor
 from swarmnode.swarm.invite import Invite
@@ -228,6 +230,7 @@ class Membership:
         return secret
 
     def _describe_model(self) -> ModelRef:
+        prepare(self._config.policy.model)
         found = self._run_child("swarmnode.policy.describe", DESCRIBE_SECONDS)
         return ModelRef(
             found["name"],
@@ -321,8 +324,8 @@ class Membership:
         self.store.choose(latest.swarm)
         return latest
 
-    def keep_secret(self, file: Path) -> None:
-        """Copy a swarm's secret into the data directory with mode 0600.
+    def read_secret(self, file: Path) -> bytes:
+        """Return the swarm's secret in a file.
 
         Raises:
             Refused: others can read `file`.
@@ -331,7 +334,10 @@ class Membership:
         data = read_private(file, "swarm secret", 4096)
         if data is None:
             raise ConfigError(f"--secret-file {file}: no such file")
-        secret = manifest.parse_secret(data, file)
+        return manifest.parse_secret(data, file)
+
+    def keep_secret(self, secret: bytes) -> None:
+        """Write a swarm's secret into the data directory with mode 0600. Raises Unavailable."""
         make_data_dir(self._data_dir)
         _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
 
@@ -341,6 +347,11 @@ class Membership:
     def _fetch(self, invite: Invite) -> tuple[VerifiedManifest, VerifiedManifest | None, str]:
         """Return (manifest, successor, own peer id) from the child, verified again in this
         process."""
+        log.info(
+            "waiting for a peer of the invite to send the manifest",
+            addresses=list(invite.addresses),
+            at_most_seconds=JOIN_SECONDS,
+        )
         answer = self._run_child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
         try:
             opened = open_manifest(bytes.fromhex(answer["manifest"]))
@@ -377,13 +388,22 @@ class Membership:
                 self.join(invite)
             self.store.save_peers(invite.addresses)
         agreed, changes = manifest_store.apply_stored(self._config, trains=self._trains)
+        if self._trains and published.fetch_config(agreed.policy.model, agreed.policy.revision):
+            # Its size is known now, from which the default learning rate follows.
+            self._config = settings.replaced(self._config, {}, "configuration")
+            agreed, changes = manifest_store.apply_stored(self._config)
         self._log_pending_successor()
         for change in changes:
             if change.key != "swarm.id" and not change.reorders:
-                log_change = log.warning if change.overrules else log.info
-                log_change(
-                    "set by the manifest", key=change.key, value=change.now, instead_of=change.was
-                )
+                if change.overrules:
+                    log.warning(
+                        "the swarm's manifest replaces a setting of yours",
+                        key=change.key,
+                        value=change.now,
+                        yours=change.was,
+                    )
+                else:
+                    log.info("the swarm's manifest sets", key=change.key, value=change.now)
         unset = [key for key in settings.MODEL_DEPENDENT_KEYS if not settings.is_set(agreed, key)]
         if self._trains and unset and agreed.policy.model != EMBEDDED:
             chosen = {key.rpartition(".")[2]: settings.value(agreed, key) for key in sorted(unset)}

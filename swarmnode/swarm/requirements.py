@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from swarmnode import __version__, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
+from swarmnode.gguf import SMOLLM2, SMOLLM2_COMMAND, is_gguf, smollm2_is_installed
+from swarmnode.model_defaults import EMBEDDED
 from swarmnode.swarm.manifest import (
     AGREED_KEYS,
     chosen_model,
@@ -166,11 +168,16 @@ def task_problems(task: TaskEntry) -> list[str]:
 
 def _model_problems(manifest: SwarmManifest, own_model: str) -> list[str]:
     model = chosen_model(manifest, own_model)
-    if model is None or model.name == "embedded" or _HUB_NAME.fullmatch(model.name):
+    if model is None or model.name == EMBEDDED:
+        return []
+    if model.name == SMOLLM2:
+        missing = f"its model {SMOLLM2} is not installed: {SMOLLM2_COMMAND}"
+        return [] if smollm2_is_installed() else [missing]
+    if _HUB_NAME.fullmatch(model.name) and not is_gguf(model.name):
         return []
     return [
         f"its model {model.name!r} is neither embedded nor on the Hub: set policy.model to a"
-        " directory that holds it"
+        " directory or GGUF file that holds it"
     ]
 
 

@@ -40,6 +40,7 @@ class StateCounters(msgspec.Struct):
     policy_version: int = 0
     sequence: int = 0
     reward_held_out: float | None = None
+    reward_held_out_step: int | None = None
 
 
 class Metadata(msgspec.Struct):

@@ -5,7 +5,7 @@ ASCII.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VERSION = "1"
@@ -19,17 +19,15 @@ is their weighted mean."""
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question, its right answer and its reward functions."""
+    """One question, its right answer and its reward function."""
 
     prompt: str
     answer: str
     reward: Callable[[str], Value]
     arguments: tuple[str, ...] = ()
     """Names of the arguments that the owner's reward function receives."""
-    votes: Callable[[Sequence[str | None]], list[float]] | None = None
-    """Function (G,) answers → (G,) rewards, used instead of `reward` if the rewards of a group
-    depend on each other.
-    """
+    row: str = ""
+    """The dataset's row as JSON, shortened; empty for other tasks."""
 
 
 def copy_item(seed: int, digits: int) -> Item:

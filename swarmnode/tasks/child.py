@@ -277,7 +277,9 @@ class FrameClient:
         """Send one frame. Return its results, or the failure of the child."""
         child = yield from self.start()
         try:
-            scored = yield from self._within(self._deadline, child.ask(questions))
+            # The CPU time of a formula takes about a second on a busy machine.
+            extra = max(len(each.answers) if each.formulas else 0 for each in questions)
+            scored = yield from self._within(self._deadline + extra, child.ask(questions))
         except (ScorerDied, TimeoutError) as error:
             return self.tally.failure(error, self.end())
         except BaseException:
@@ -435,6 +437,10 @@ class ScorerStatistics(msgspec.Struct, frozen=True):
     """
     last_reward_error: str = ""
     """Last such error in one line, starting with the task."""
+    refusals: dict[str, int] = {}
+    """Task → actions of its code that the sandbox refused. Rewards may be wrong since."""
+    last_refusal: str = ""
+    """Last such action, starting with the task."""
 
 
 class Tally:
@@ -447,6 +453,8 @@ class Tally:
         self._last_failure = ""
         self._reward_errors: Counter[str] = Counter()
         self._last_reward_error = ""
+        self._refusals: Counter[str] = Counter()
+        self._last_refusal = ""
 
     def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
         """Count a frame and return its results. A question that could not be made has the result
@@ -462,6 +470,9 @@ class Tally:
             if result.error:
                 self._reward_errors[question.task] += result.errors or 1
                 self._last_reward_error = f"{question.task}: {result.error}"
+            if result.refusals:
+                self._refusals[question.task] += sum(result.refusals.values())
+                self._last_refusal = f"{question.task}: {', '.join(result.refusals)}"
             results.append(
                 result
                 if result.prompt
@@ -502,4 +513,6 @@ class Tally:
             last_failure=self._last_failure,
             reward_errors=dict(self._reward_errors),
             last_reward_error=self._last_reward_error,
+            refusals=dict(self._refusals),
+            last_refusal=self._last_refusal,
         )

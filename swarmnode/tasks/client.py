@@ -403,15 +403,18 @@ def prepare(
             raise ValueError(f"{len(completion)} actions, more than {TURNS}")
         else:
             episodes.append([_sendable(action, spec) for action in completion])
-    return Question(ref.id, ref.seed, ref.index, answers, ref.difficulty, reveal, episodes)
+    formulas = spec.generator == "math"
+    return Question(
+        ref.id, ref.seed, ref.index, answers, ref.difficulty, reveal, episodes, formulas
+    )
 
 
 def _sendable(text: str, spec: TaskSpec) -> str | None:
     if len(text) > TEXT_BYTES:
         return None
-    if spec.nothing_after and has_text_after(text, spec.extract):
+    if spec.nothing_after and has_text_after(text, *spec.place):
         return None
-    answer = extract(text, spec.extract, spec.fallback)
+    answer = extract(text, *spec.place)
     try:
         return answer if len(answer.encode()) <= spec.max_answer_bytes else None
     except UnicodeEncodeError:  # a lone surrogate, which no UTF-8 text contains

@@ -44,7 +44,7 @@ from swarmnode.files import write_atomically
 from swarmnode.tasks import own, owner_code, seeds, taskset, tools
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.verifiers import MAJORITY, VERIFIERS, Verifier, votes
+from swarmnode.tasks.verifiers import VERIFIERS, Verifier, read_letter
 
 if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
@@ -56,7 +56,7 @@ LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
 FETCH_SECONDS = 3600.0
-FORMAT = 3
+FORMAT = 4
 LEVELS = 16
 """Maximum number of difficulties of a task."""
 
@@ -66,6 +66,8 @@ INTEGERS = range(-(2**63), 2**64)
 """Range of integers that the rows file can store."""
 DIGITS = 4300
 """Maximum number of digits of an integer that Python parses."""
+ROW_CHARACTERS = 1000
+"""Length of a row that is shown."""
 RESERVED = ("prompts", "completions")
 """Arguments of every reward function, which therefore cannot be columns."""
 
@@ -86,7 +88,9 @@ class Source:
     """Number of held-out rows, which come first; at least 1."""
     levels: int
     """Number of difficulties; 1 without a column of difficulties."""
-    origin: str
+    choices: str = ""
+    """Letters of all right answers, for the verifier `choice`."""
+    origin: str = ""
     """Origin for display: a file's name, or a name on the Hub with its revision."""
 
 
@@ -142,6 +146,9 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
             else _convert(where, config, file if local else None, Path(scratch))
         )
         rows = list(_read_rows(where, config, lines))
+    choices = ""
+    if config.verifier == "choice":
+        choices = "".join(sorted({read_letter(row[1]) for row, _ in rows}))
     body, count, held_out, levels = _arrange(where, rows, config.held_out)
     content = hashlib.blake2b(body, digest_size=16).hexdigest()
     header = {
@@ -150,6 +157,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         "held_out": held_out,
         "levels": levels,
         "content": content,
+        "choices": choices,
     }
     try:
         write_atomically(rows_file, json.dumps(header).encode() + b"\n" + body)
@@ -160,7 +168,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
         if former != rows_file:
             former.unlink(missing_ok=True)
-    return Source(str(rows_file), content, count, held_out, levels, origin)
+    return Source(str(rows_file), content, count, held_out, levels, choices, origin)
 
 
 def check_question_settings(where: str, config: DatasetConfig) -> None:
@@ -206,6 +214,7 @@ def _read_header(path: Path, origin: str) -> Source | None:
             header["rows"],
             header["held_out"],
             header["levels"],
+            header["choices"],
             origin,
         )
     except (OSError, ValueError, KeyError):
@@ -277,9 +286,7 @@ def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple
                 _check_names(config, columns)
                 columns[config.prompt] = prompt = _read_prompt(config.prompt, columns)
                 further: dict[str, Any] = {}
-                if config.verifier == MAJORITY and config.answer not in columns:
-                    answer = ""
-                elif verifier is not None:
+                if verifier is not None:
                     answer = _read_answer(config.answer, columns, config.verifier, verifier)
                 else:
                     _check_kinds(columns, first)
@@ -334,8 +341,8 @@ def _parse_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
-    """Check that the row has the columns that the configuration names. A reward function and the
-    majority verifier need no answer, so the column with the default name may be missing for them.
+    """Check that the row has the columns that the configuration names. A reward function
+    needs no answer, so the column with the default name may be missing for it.
     """
     for key, name in (
         ("prompt", config.prompt),
@@ -346,7 +353,7 @@ def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
             continue
         if (
             key == "answer"
-            and config.verifier not in set(VERIFIERS) - {MAJORITY}
+            and config.verifier not in VERIFIERS
             and key not in config.model_fields_set
         ):
             continue
@@ -649,6 +656,7 @@ class DatasetTask:
         self._task = task
         self._template = settings.template
         self._verifier = VERIFIERS.get(settings.verifier)
+        self.has_formulas = settings.verifier == "math"
         self._settings = settings
         self._reward = own.OwnReward(reward) if reward is not None else None
         self._environment = environment
@@ -696,13 +704,11 @@ class DatasetTask:
                 answer,
                 lambda text: function.reward(question, text, given),
                 function.arguments(given),
+                json.dumps(given, ensure_ascii=False, default=str)[:ROW_CHARACTERS],
             )
         assert self._verifier is not None
         verifier = self._verifier
-        by_vote = self._settings.verifier == MAJORITY
-        # Held-out rows with a right answer measure the accuracy of the majority.
-        group = votes if by_vote and not (answer and seeds.is_evaluation(seed)) else None
-        return Item(question, answer, lambda text: verifier.reward(text, answer), votes=group)
+        return Item(question, answer, lambda text: verifier.reward(text, answer))
 
     def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
         """Begin the episode of the question at (seed, index). The environment receives the columns
@@ -721,10 +727,15 @@ class DatasetTask:
     def _named_columns(
         self, prompt: str, answer: str, columns: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """Return the columns of a row by name. The answer is also there as `answer`."""
+        """Return the columns of a row by name. `answer` is always the right answer, also if
+        another column has that name.
+        """
         names = self._settings
         answers = {"answer": answer, names.answer: answer} if answer else {}
-        return {**answers, names.prompt: prompt, **columns}
+        given = {**answers, names.prompt: prompt, **columns}
+        if names.answer != "answer" and names.answer in given:
+            given["answer"] = answer
+        return given
 
     def _row(self, row: int) -> Row:
         at = self._offsets + 8 * row

@@ -16,12 +16,12 @@ import math
 import random
 import re
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from swarmnode.errors import ConfigError
+from swarmnode.latest import Latest
 from swarmnode.tasks import own, owner_code, seeds
 from swarmnode.tasks.builtin import Value
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question, Scored
@@ -83,8 +83,7 @@ class Player:
     """
 
     def __init__(self, live_episodes: int = LIVE_EPISODES) -> None:
-        self._limit = live_episodes
-        self._live: OrderedDict[tuple[object, ...], EpisodeRun] = OrderedDict()
+        self._live = Latest[tuple[object, ...], EpisodeRun](live_episodes)
 
     def play(self, task: EpisodeTask, question: Question) -> Scored:
         """Replay every episode of a question. A question without episodes returns its first text
@@ -123,8 +122,6 @@ class Player:
             run = _start_run(task, question)
             take_actions(task.turns, run, history)
         self._live[address, history] = run
-        while len(self._live) > self._limit:
-            self._live.popitem(last=False)
         return replace(run, step=None, observations=[*run.observations], values=[*run.values])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from swarmnode.errors import LocalError, SwarmNodeError
-from swarmnode.tasks import dataset, own, owner_code
+from swarmnode.tasks import dataset, own, owner_code, sandbox
 
 FRAME_GROUPS = 64
 """Maximum number of groups in a request."""
@@ -86,6 +86,11 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     """Names of the arguments that the owner's reward function receives, if they were requested."""
     episodes: list[Episode] = []
     """(G,) Episodes of an episode task; empty for other tasks."""
+    refusals: dict[str, int] = {}
+    """What the sandbox refused while the question was judged, and how often. The code may have
+    caught the error, so the rewards may be wrong."""
+    row: str = ""
+    """The dataset's row as JSON, shortened, if it was requested."""
 
 
 ScoreError = TaskUnknown | ScorerFailed
@@ -107,6 +112,9 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     """(G,) Actions so far of each episode of an episode task, whose `answers` are empty. A `None`
     action was too long or unencodable and ends its episode with the reward 0.
     """
+    formulas: bool = False
+    """True for the verifier `math`: each answer may take `formulas.CPU_SECONDS`, in addition to the
+    limits of other questions."""
 
 
 class TaskSetup(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +165,8 @@ def _fits(scored: Scored, question: Question) -> bool:
         and all(len(parts) <= own.COMPONENTS for parts in scored.components)
         and 0 <= scored.errors <= count
         and len(scored.error) <= ERROR_CHARACTERS
+        and len(scored.refusals) <= sandbox.REFUSALS
+        and all(len(what) <= ERROR_CHARACTERS for what in scored.refusals)
         and bool(scored.prompt or scored.error)
         and len(scored.episodes) == (len(question.actions) if scored.prompt else 0)
         and all(map(_is_valid_episode, scored.episodes, question.actions, scored.rewards))

@@ -22,13 +22,17 @@ from typing import TYPE_CHECKING, Literal
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import install_command
 from swarmnode.tasks import (
+    answers,
     builtin,
+    chat,
     dataset,
     determinism,
+    formulas,
     frames,
     games,
     own,
     owner_code,
+    statement,
     taskset,
     verifiers,
 )
@@ -44,16 +48,20 @@ ADAPTER_VERSION = "2"
 the answer (`answers.find_answer`) changes."""
 
 
+PROVIDED_KINDS = ("builtin", "chat", "reasoning_gym", "game")
+"""Kinds of the tasks that ship, whose answer is in a tag unless their settings say otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
     """One task: source of its questions and limits of its answers."""
 
     id: str
-    kind: Literal["builtin", "reasoning_gym", "game", "own", "dataset", "environment"]
+    kind: Literal["builtin", "chat", "reasoning_gym", "game", "own", "dataset", "environment"]
     generator: str
-    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as
-    `arithmetic.chain_sum`, `module:function`, the name of a game, a dataset's verifier, or
-    `openenv`.
+    """Name within its kind: a key of `builtin.GENERATORS` or `chat.GENERATORS`, a module of
+    reasoning_gym such as `arithmetic.chain_sum`, `module:function`, the name of a game, a dataset's
+    verifier, or `openenv`.
     """
     settings: Mapping[str, object]
     """Arguments of the generator."""
@@ -73,6 +81,11 @@ class TaskSpec:
     """Maximum number of actions of an episode, 1 to 32. Above 1, the task is an episode task."""
     nothing_after: bool = False
     """True if a completion with text after the answer earns 0."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Arguments of `answers.extract`: method, fallback, and the letters of choices."""
+        return self.extract, self.fallback, self.rows.choices if self.rows is not None else ""
 
     @property
     def setup(self) -> frames.TaskSetup:
@@ -97,12 +110,16 @@ class TaskSpec:
         return replace(self, settings=MappingProxyType(only))
 
 
+OWN_ANSWER_BYTES = 4096
+
+
 def _gym(group: str, name: str, **settings: object) -> TaskSpec:
     return TaskSpec(
         f"rg/{name}",
         "reasoning_gym",
         f"{group}.{name}",
         MappingProxyType(settings),
+        OWN_ANSWER_BYTES,
         nothing_after=True,
     )
 
@@ -113,9 +130,16 @@ def _builtin(name: str, **settings: object) -> TaskSpec:
     )
 
 
+def _chat(name: str) -> TaskSpec:
+    return TaskSpec(
+        f"chat/{name}", "chat", name, MappingProxyType({}), OWN_ANSWER_BYTES, nothing_after=True
+    )
+
+
 _SPECS = (
     _builtin("copy", digits=3),
     _builtin("sum", terms=2),
+    *(_chat(name) for name in chat.GENERATORS),
     _gym("arithmetic", "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
     _gym(
         "arithmetic",
@@ -165,7 +189,6 @@ _SPECS = (
         max_iterations=1000,
     ),
 )
-OWN_ANSWER_BYTES = 4096
 _PROVIDED = {spec.id: spec for spec in _SPECS} | {
     task: TaskSpec(task, "game", game.name, game.settings, OWN_ANSWER_BYTES, turns=game.turns)
     for task, game in games.GAMES.items()
@@ -220,20 +243,25 @@ def task_version(task_id: str) -> str:
             if spec.source is not None
             else ["swarmnode", verifiers.VERSION]
         )
-        source = ["dataset", spec.rows.content, spec.extract, *judge]
+        if spec.generator == "math":
+            judge += [_installed_version(library, task_id) for library in formulas.LIBRARIES]
+        source = ["dataset", spec.rows.content, spec.extract, answers.VERSION, *judge]
     elif spec.environment is not None:
-        source = ["openenv", spec.environment.content, spec.extract]
+        source = ["openenv", spec.environment.content, spec.extract, answers.VERSION]
     elif spec.source is not None:
         source = ["own/2", spec.source.content]
     elif spec.kind == "builtin":
         source = ["swarmnode", builtin.VERSION]
+    elif spec.kind == "chat":
+        source = ["swarmnode", chat.VERSION]
     elif spec.kind == "game":
         library = games.GAMES[task_id].library
         source = [library, _installed_version(library, task_id), games.VERSION]
     else:
-        source = ["reasoning-gym", _installed_version("reasoning-gym", task_id)]
-    if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
-        source = [*source, spec.extract]
+        version = _installed_version("reasoning-gym", task_id)
+        source = ["reasoning-gym", version, "statement", statement.VERSION]
+    if spec.kind in PROVIDED_KINDS and spec.extract != "tag":
+        source = [*source, spec.extract, answers.VERSION]
     if spec.turns > 1 and spec.environment is None:  # the hash of a server's questions is known
         source = [*source, determinism.transcript_hash(spec)]
     if spec.kind in ("dataset", "environment") and spec.nothing_after:
@@ -257,7 +285,8 @@ def _installed_version(package: str, task_id: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        remedy = "" if package == "reasoning-gym" else f": {install_command(package)}"
+        extra = "math" if package in formulas.LIBRARIES else package
+        remedy = "" if package == "reasoning-gym" else f": {install_command(extra)}"
         raise Unavailable(
             f"task {task_id} needs {package}, which is not installed{remedy}"
         ) from None

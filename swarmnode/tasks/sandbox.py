@@ -22,14 +22,20 @@ Every layer assumes that the others have failed. From the outside in:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import functools
 import os
 import platform
 import resource
 import signal
 import struct
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 LAYERS = (
     "env",
@@ -45,6 +51,8 @@ LAYERS = (
 
 MEMORY_BYTES = 768 * 2**20
 """Limit of the address space, in bytes. The child needs about 50 MiB."""
+REFUSALS = 16
+"""Maximum number of different refusals that are recorded at once."""
 CPU_SECONDS = 30
 """CPU time in seconds before the first `allow_cpu()`."""
 
@@ -61,10 +69,18 @@ _ALLOWED_EVENTS = frozenset(
         "sys.unraisablehook",
         "sys.excepthook",
         "object.__getattr__",
+        "array.__new__",
         "builtins.id",
         "gc.get_objects",
     }
 )
+_UNAUDITED = (
+    (os, "stat lstat access readlink statvfs getcwd uname pipe times sched_getaffinity"),
+    (time, "sleep"),
+    (threading, "_start_new_thread"),
+)
+"""Functions that raise no audit event, and whose system calls the kernel refuses. `os.path.exists`
+would only return False."""
 _ENVIRONMENT = frozenset({"PATH", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHASHSEED"})
 
 
@@ -111,6 +127,9 @@ def enter(parent: int) -> list[str]:
         if install_filter(libc):
             layers.append("seccomp")
     sys.addaudithook(_refuse)
+    for module, names in _UNAUDITED:
+        for name in filter(functools.partial(hasattr, module), names.split()):
+            setattr(module, name, _refused(f"{module.__name__}.{name.strip('_')}"))
     layers.append("audit")
     return sorted(layers, key=LAYERS.index)
 
@@ -126,9 +145,81 @@ def allow_cpu(seconds: int) -> None:
     )
 
 
+class _CpuLimit(BaseException):
+    """Raised inside a computation at its limit; libraries that catch Exception do not stop it."""
+
+
+@contextlib.contextmanager
+def limit_cpu(seconds: float) -> Iterator[None]:
+    """Limit the CPU time of a computation. Raises RuntimeError if it takes more.
+
+    The timer repeats, because the computation may catch an exception. Code in C that does not
+    return to the interpreter ends at the limit of `allow_cpu`, which kills the process.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise _CpuLimit
+
+    former = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 4)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _CpuLimit:
+        raise RuntimeError(f"it takes more than {seconds:g} s of CPU time") from None
+    finally:
+        signal.signal(signal.SIGPROF, former)
+
+
+_refusals: dict[str, int] = {}
+"""Refused event → number, since `take_refusals`."""
+
+
+def take_refusals() -> dict[str, int]:
+    """Return what the sandbox has refused since the last call. Code may catch the PermissionError
+    and return a wrong result, so a refusal is recorded where it happens.
+    """
+    taken = dict(_refusals)
+    _refusals.clear()
+    return taken
+
+
 def _refuse(event: str, args: tuple[object, ...]) -> None:
     if event not in _ALLOWED_EVENTS:
-        raise PermissionError(f"the scorer's sandbox refuses {event}")
+        what = f"{event} {args[0]}"[:100] if event == "import" and args else event
+        if not _shows_traceback() and (what in _refusals or len(_refusals) < REFUSALS):
+            _refusals[what] = _refusals.get(what, 0) + 1
+        raise PermissionError(f"the scorer's sandbox refuses {what}")
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """Return a function that takes the place of another one, and is refused and recorded."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        _refuse(what, ())
+        raise AssertionError
+
+    return refuse
+
+
+def _shows_traceback() -> bool:
+    """Return True if the refused call reads source code for a traceback: it changes no reward."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_globals.get("__name__") == "linecache":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def refuse_alarm(seconds: int) -> int:
+    """Take the place of `signal.alarm`, which the kernel refuses without an error."""
+    _refuse("signal.alarm", ())
+    return 0
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> bool:
@@ -178,6 +269,7 @@ _CALLS: dict[str, tuple[int, int | None]] = {
     "setrlimit": (160, 164),
     "clock_gettime": (228, 113),
     "gettimeofday": (96, 169),
+    "setitimer": (38, 103),
     "exit": (60, 93),
     "exit_group": (231, 94),
 }

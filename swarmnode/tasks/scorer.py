@@ -12,7 +12,9 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -21,13 +23,28 @@ from typing import NoReturn
 import msgspec
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import builtin, dataset, frames, games, own, owner_code, sandbox
+from swarmnode.tasks import (
+    builtin,
+    chat,
+    dataset,
+    formulas,
+    frames,
+    games,
+    own,
+    owner_code,
+    sandbox,
+    statement,
+    verifiers,
+)
 from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.episodes import Player, check_episode
 from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.registry import TASKS, TaskSpec, changed_settings, install
 
 _STDIN, _STDOUT = 0, 1
+SLOW_FORMULAS = 16
+"""Maximum number of answers to one question that may take all of `formulas.CPU_SECONDS`. More of
+them cost the whole question."""
 Settings = Mapping[str, object]
 
 
@@ -59,6 +76,8 @@ class Judge:
         if isinstance(brought, own.OwnTask):
             return brought.item(seed, index)
         spec = TASKS[task_id]
+        if spec.kind == "chat":
+            return chat.GENERATORS[spec.generator](seed + index)
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
     def score(self, question: frames.Question) -> frames.Scored:
@@ -66,6 +85,26 @@ class Judge:
         if task is not None and task.turns > 1:
             return self._player.play(task, question)
         return judge(question, self.item, task.weights if task is not None else {})
+
+
+def _formula_seconds(question: frames.Question) -> int:
+    """Return the CPU time in seconds that the formulas of a question may take, in addition to the
+    limit of other questions.
+    """
+    answers = min(len(question.answers), SLOW_FORMULAS) if question.formulas else 0
+    return math.ceil(formulas.CPU_SECONDS * answers)
+
+
+def _check_formulas(task: str, layers: list[str]) -> None:
+    """Check that math-verify works inside this sandbox. Raises ConfigError."""
+    if "seccomp" not in layers:
+        raise ConfigError(
+            f"task.datasets.{task}: verifier 'math' runs large libraries on strangers' text, and"
+            " this machine has no seccomp filter to confine them: use Linux on x86-64 or arm64, or"
+            " the verifier boxed"
+        )
+    if not verifiers.math("(x+1)^2", "x^2+2x+1") or verifiers.math("x+1", "x+2"):
+        raise ConfigError(f"task.datasets.{task}: math-verify does not work here")
 
 
 LoadedTask = own.OwnTask | dataset.DatasetTask | GameTask
@@ -97,9 +136,6 @@ def judge(
         item = item_at(question.task, question.seed, question.index, question.difficulty)
     except (Exception, SystemExit) as error:  # only the owner's code raises  # noqa: BLE001
         return frames.Scored("", [0.0] * len(question.answers), 0, owner_code.one_line(error))
-    if item.votes is not None:
-        scored = frames.Scored(item.prompt, item.votes(question.answers))
-        return msgspec.structs.replace(scored, answer=item.answer) if question.reveal else scored
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
     names = frozenset[str]()
     for answer in question.answers:
@@ -120,7 +156,9 @@ def judge(
         item.prompt, rewards, errors, last, components if any(components) else []
     )
     if question.reveal:
-        return msgspec.structs.replace(scored, answer=item.answer, arguments=[*item.arguments])
+        return msgspec.structs.replace(
+            scored, answer=item.answer, arguments=[*item.arguments], row=item.row
+        )
     return scored
 
 
@@ -128,11 +166,10 @@ class GymTask:
     """One reasoning-gym dataset at one difficulty. Item i with seed s depends only on
     Random(s + i), so one object serves every seed.
 
-    The reward is 1 for the dataset's answer in the dataset's spelling, otherwise 0. The datasets'
-    `score_answer` is not used. Some give "12." or "+12" the same reward as "12", and peers can
-    teach any variation that changes no reward (docs/security.md). Some give partial credit to any
-    text that contains the answer, or to any text, which a policy learns to exploit
-    (docs/own-task.md).
+    The reward is 1 for a text that is or states the dataset's answer in the dataset's spelling
+    (`statement.states`), otherwise 0. The datasets' `score_answer` is not used. Some execute the
+    answer. Some give partial credit to any text that contains it, or to any text, which a policy
+    learns to exploit (docs/own-task.md).
 
     Raises:
         ConfigError: reasoning-gym refuses the settings.
@@ -157,7 +194,9 @@ class GymTask:
         self._dataset.seed = seed
         entry: dict[str, object] = self._dataset[index]
         answer = str(entry["answer"])
-        return Item(str(entry["question"]), answer, lambda text: float(text == answer))
+        return Item(
+            str(entry["question"]), answer, lambda text: float(statement.states(text, answer))
+        )
 
 
 @contextlib.contextmanager
@@ -195,27 +234,37 @@ def main(parent: int, cpu_seconds: int, setups: str = "[]") -> None:
 
     Args:
         parent: Pid of the client.
-        cpu_seconds: CPU time limit of one request, in seconds.
+        cpu_seconds: CPU time limit of one question, in seconds, besides that of its formulas.
         setups: The owner's tasks, datasets and games, as JSON of `registry.encode_tasks`.
     """
     sys.stdout = NullOutput()
+    signal.alarm = sandbox.refuse_alarm
     try:
         tasks = _load(frames.decode_setups(setups))
         judge = Judge(tasks)
         layers = sandbox.enter(parent)
+        refusals = dict[str, dict[str, int]]()
         for name, task in tasks.items():
             if task.turns > 1:
                 check_episode(name, task)
             elif not isinstance(task, GameTask):
                 task.check()
+            if isinstance(task, dataset.DatasetTask) and task.has_formulas:
+                _check_formulas(name, layers)
+            refusals[name] = sandbox.take_refusals()
         _check_settings(judge)
     except ConfigError as error:
         _exit_with(" ".join(str(error).split()))
     _write(frames.encode_scored(frames.Ready(os.getpid(), layers)))
     while (request := _read_frame()) is not None:
-        sandbox.allow_cpu(cpu_seconds)
-        questions = frames.decode_questions(request)
-        _write(frames.encode_scored([judge.score(question) for question in questions]))
+        scored = []
+        for question in frames.decode_questions(request):
+            sandbox.allow_cpu(cpu_seconds + _formula_seconds(question))
+            result = judge.score(question)
+            # Refusals of a task's check are reported with its first question.
+            refused = refusals.pop(question.task, {}) | sandbox.take_refusals()
+            scored.append(msgspec.structs.replace(result, refusals=refused) if refused else result)
+        _write(frames.encode_scored(scored))
 
 
 def _load(brought: list[frames.TaskSetup]) -> dict[str, LoadedTask]:
@@ -233,6 +282,12 @@ def _load(brought: list[frames.TaskSetup]) -> dict[str, LoadedTask]:
         else:
             ours[each.task] = each.settings
     install([], ours)
+    if any(settings["verifier"] == "math" for _, settings, _ in datasets.values()):
+        with owner_code.guard_imports("math-verify"), owner_code.cached_bytecode():
+            try:
+                formulas.load()
+            except ImportError as error:
+                raise ConfigError(f"the verifier math needs {error.name}") from None
     return {**games.load(named), **own.load(modules), **dataset.load(datasets, check_episode)}
 
 

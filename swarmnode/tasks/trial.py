@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnode.errors import SwarmNodeError
 from swarmnode.tasks.answers import extract
-from swarmnode.tasks.client import Scored, Scorer
+from swarmnode.tasks.client import Scored, ScoreError, Scorer
 from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import evaluation_seed, task_seed
-from swarmnode.tasks.verifiers import MAJORITY
 from swarmnode.wire.messages import TaskRef
 
 QUESTIONS = 10
+ANSWERS = 7
+"""Answers of the policy to each question. Of 70 answers, one that occurs in 5 % is seen almost
+certainly (97 %)."""
+RIGHT_ANSWERS = 64
+"""Questions whose right answers are judged."""
 _SWARM, _PEER = bytes(32), "nobody"
 """Swarm and peer of the trial questions. They do not exist, so a trial shows no question of a real
 swarm."""
+
+
+Answers = Sequence[tuple[str, str]]
+"""(text, finish) of each sampled answer to a question."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,13 @@ class QuestionTrial:
     prompt: str
     held_out: bool
     sampled: str | None
-    """Answer of the policy; None without one."""
+    """First answer of the policy; None without one."""
     cut: bool
-    """True if the answer of the policy was cut at the length limit."""
+    """True if the first answer was cut at the length limit."""
     answer: str | None
-    """Part of the sampled answer that is judged."""
+    """Part of the first answer that is judged."""
     reward: float | None
-    """Reward of the sampled answer."""
+    """Reward of the first answer."""
     empty: float
     """Reward of an empty answer."""
     error: str
@@ -43,6 +51,14 @@ class QuestionTrial:
     """Reward of a completion with the right answer, marked as the task expects it."""
     arguments: tuple[str, ...] = ()
     """Names of the arguments that the owner's reward function receives."""
+    row: str = ""
+    """The dataset's row, for a reward function."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of all answers of the policy."""
+    cuts: tuple[bool, ...] = ()
+    """True for each of these answers that was cut at the length limit."""
+    refusals: tuple[str, ...] = ()
+    """What the sandbox refused while the answers were judged."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,8 @@ class EpisodeTrial:
     reward: float
     error: str
     """Error of the task's own code, with file and line; empty without one."""
+    refusals: tuple[str, ...] = ()
+    """What the sandbox refused."""
 
 
 def play_episode(
@@ -72,15 +90,17 @@ def play_episode(
         TaskUnknown: This node cannot regenerate the question.
         ScorerFailed: The scorer child failed.
     """
-    ref, actions = _make_ref(task, number), list[str]()
+    ref, actions, refusals = _make_ref(task, number), list[str](), set[str]()
     with Scorer() as scorer:
         scored = scorer.score(ref, [actions])
+        refusals |= scored.refusals.keys()
         while not scored.episodes[0].done:
             action = act([scored.prompt, *scored.episodes[0].observations])
             if action is None:
                 break
             actions.append(action)
             scored = scorer.score(ref, [actions])
+            refusals |= scored.refusals.keys()
     (episode,) = scored.episodes
     return EpisodeTrial(
         scored.prompt,
@@ -90,6 +110,7 @@ def play_episode(
         episode.done,
         scored.rewards[0],
         scored.error,
+        tuple(sorted(refusals)),
     )
 
 
@@ -102,66 +123,64 @@ def _make_ref(task: str, number: int) -> TaskRef:
 
 def try_task(
     task: str,
-    sample: Callable[[Sequence[str]], Sequence[tuple[str, str]]] | None,
+    sample: Callable[[Sequence[str]], Iterator[Answers]] | None,
     count: int = QUESTIONS,
-) -> list[QuestionTrial]:
+) -> Iterator[QuestionTrial]:
     """Ask `count` questions of `task`, half of them held out. For each question judge an empty
-    answer, the right answer if the task has one, and the answer of `sample`.
+    answer, the right answer if the task has one, and the answers of `sample`.
 
     Args:
-        sample: Returns (answer, finish) for each prompt.
+        sample: Yields the answers to each prompt.
 
     Raises:
         TaskUnknown: This node cannot regenerate a question.
         ScorerFailed: The scorer child failed.
     """
-    spec = TASKS[task]
     refs = [_make_ref(task, number) for number in range(count)]
     with Scorer() as scorer:
         asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)
-        rights = [
-            result.answer or None
-            if isinstance(result, Scored) and spec.generator not in ("json_schema", MAJORITY)
-            else None
-            for result in asked
-        ]
         prompts = [result.prompt for result in asked if isinstance(result, Scored)]
-        answers = iter(sample(prompts) if sample is not None and prompts else [])
-        finished = [next(answers, None) if isinstance(result, Scored) else None for result in asked]
-        sampled = [each[0] if each is not None else None for each in finished]
-        cut = [each is not None and each[1] == "length" for each in finished]
-        answers_to = [
-            ["", *([marked(spec, right)] if right is not None else []), *([text] if text else [])]
-            for right, text in zip(rights, sampled, strict=True)
-        ]
-        judged = scorer.score_many(list(zip(refs, answers_to, strict=True)))
-    trials = []
-    for number, (question, right, text, was_cut, result) in enumerate(
-        zip(asked, rights, sampled, cut, judged, strict=True)
-    ):
+        sampled = sample(prompts) if sample is not None and prompts else iter(())
+        for number, (ref, question) in enumerate(zip(refs, asked, strict=True)):
+            answers = next(sampled, ()) if isinstance(question, Scored) else ()
+            yield _judge(scorer, ref, bool(number % 2), question, answers)
+
+
+def check_right_answers(task: str, count: int = RIGHT_ANSWERS) -> list[QuestionTrial]:
+    """Judge the right answers of `count` questions, without answers of a policy."""
+    return list(try_task(task, None, count))
+
+
+def _judge(
+    scorer: Scorer, ref: TaskRef, held_out: bool, question: Scored | ScoreError, answers: Answers
+) -> QuestionTrial:
+    spec, right = TASKS[ref.id], None
+    if isinstance(question, Scored) and spec.generator != "json_schema":
+        right = question.answer or None
+    texts = ["", *([marked(spec, right)] if right is not None else [])]
+    first = len(texts)
+    (result,) = scorer.score_many([(ref, [*texts, *(text for text, _ in answers)])])
+    text, cut = (answers[0][0], answers[0][1] == "length") if answers else (None, False)
+    if isinstance(question, SwarmNodeError) or isinstance(result, SwarmNodeError):
         prompt = question.prompt if isinstance(question, Scored) else ""
-        held_out = bool(number % 2)
-        if isinstance(result, SwarmNodeError):
-            trials.append(
-                QuestionTrial(prompt, held_out, text, was_cut, None, None, 0.0, str(result))
-            )
-            continue
-        trials.append(
-            QuestionTrial(
-                prompt,
-                held_out,
-                text,
-                was_cut,
-                extract(text, spec.extract, spec.fallback) if text is not None else None,
-                (result.rewards[-1] if text else result.rewards[0]) if text is not None else None,
-                result.rewards[0],
-                result.error,
-                right,
-                result.rewards[1] if right is not None else None,
-                tuple(question.arguments) if isinstance(question, Scored) else (),
-            )
-        )
-    return trials
+        return QuestionTrial(prompt, held_out, text, cut, None, None, 0.0, str(result))
+    return QuestionTrial(
+        question.prompt,
+        held_out,
+        text,
+        cut,
+        extract(text, *spec.place) if text is not None else None,
+        result.rewards[first] if answers else None,
+        result.rewards[0],
+        result.error,
+        right,
+        result.rewards[1] if right is not None else None,
+        tuple(question.arguments),
+        question.row,
+        tuple(result.rewards[first:]),
+        tuple(finish == "length" for _, finish in answers),
+        tuple({**question.refusals, **result.refusals}),
+    )
 
 
 def marked(spec: TaskSpec, right: str) -> str:

@@ -19,6 +19,7 @@ from swarmnode.tasks import registry
 
 def main() -> int:
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # nothing to save yet
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
     registry.install(config.task.modules, config.task.settings, config.task.names)
@@ -35,12 +36,19 @@ def main() -> int:
             if names:
                 cause += f" (set in the environment: {names})"
             raise Unavailable(torch_failure(cause)) from error
-        from swarmnode.stages.trainer import make_trainer
+        from swarmnode.stages.trainer.crew_trainer import make_trainer
+        from swarmnode.trainer.loop import Trainer
 
     # Again, because the import of transformers installs its own log handler.
     logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     trainer = make_trainer(config, progress)
-    signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+
+    def stop(*_: object) -> None:
+        trainer.stop()
+        if isinstance(trainer, Trainer) and trainer.is_loading:
+            sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
     trainer.run()
     return 0
 

@@ -56,8 +56,16 @@ never reaches the bound."""
 class Saver:
     """Writes one snapshot at a time in its own thread."""
 
-    def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
-        self.saved_step = 0
+    def __init__(
+        self,
+        directory: Path,
+        history_seconds: float = HISTORY_SECONDS,
+        saved_step: int = 0,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.saved_step = saved_step
+        self.due_at: float | None = None
+        """Unix time at which a save became due that is not on disk; None if none is due."""
         self.seconds = 0.0
         """Duration of the last write including the copy."""
         self.error: str | None = None
@@ -66,6 +74,7 @@ class Saver:
         """Bytes of all states."""
         self._directory = directory
         self._history_seconds = history_seconds
+        self._on_end = on_end
         self._kept = 0
         self._kept_at = time.monotonic()
         self._condition = threading.Condition()
@@ -117,12 +126,14 @@ class Saver:
                 state.write(self._directory, snapshot, self._keep)
                 self.written += (self._directory / state.FILE).stat().st_size
                 self.saved_step, self.error = snapshot.counters.step, None
+                self.due_at = None
             except (OSError, RuntimeError, MemoryError, StateError) as error:
                 # torch raises RuntimeError and MemoryError if the copy does not fit into memory.
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._remove_history()
             self.seconds = time.monotonic() - began
+            self._on_end()
             with self._condition:
                 self._snapshot = None
                 self._condition.notify_all()
@@ -168,7 +179,9 @@ class Checkpoints:
     Use it as a context manager. Its exit waits until the last snapshot is on disk.
 
     Args:
+        counters: Counters of the state on disk, or those of a new policy.
         bytes_per_day: Maximum number of bytes saved per day.
+        on_end: Called in the saver's thread after each write, whether it succeeded or failed.
     """
 
     def __init__(
@@ -179,8 +192,10 @@ class Checkpoints:
         rng: torch.Generator,
         counters: Counters,
         bytes_per_day: float = BYTES_PER_DAY,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._saver = Saver(directory, max(HISTORY_SECONDS, save_every))
+        history_seconds = max(HISTORY_SECONDS, save_every)
+        self._saver = Saver(directory, history_seconds, counters.step, on_end)
         self._save_every = save_every
         self._bytes_per_second = bytes_per_day / DAY
         self._source = source
@@ -206,6 +221,16 @@ class Checkpoints:
     @property
     def saved_step(self) -> int:
         return self._saver.saved_step
+
+    @property
+    def due_at(self) -> float | None:
+        """Unix time at which a save became due that is not on disk; None if none is due."""
+        return self._saver.due_at
+
+    @property
+    def error(self) -> str:
+        """Error of the last write; empty if it succeeded."""
+        return self._saver.error or ""
 
     @property
     def idle(self) -> bool:
@@ -238,6 +263,8 @@ class Checkpoints:
         self._last_call = now
         due = now - self._taken_at + ahead >= self._save_every and self._may_write(now)
         due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
+        if (last or due) and self._saver.due_at is None:
+            self._saver.due_at = time.time()
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters))

@@ -2,7 +2,7 @@
 
     WholePolicy             one device, or layers spread over several        this file
     DataParallelPolicy      one copy on each of several devices              ranks.py
-    CrewPolicy              stages on several nodes; this node's is first    stages/trainer.py
+    CrewPolicy              stages on several nodes; this node's is first    stages/trainer/
 
 The loop calls all of them through `Engine`.
 """
@@ -17,16 +17,7 @@ from typing import Protocol
 
 import torch
 
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import LossProbe
-from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
-from swarmnode.config import (
-    Config,
-    LoraSettings,
-    PolicyConfig,
-    ServerSettings,
-    WeightsConfig,
-)
+from swarmnode.config import Config, PolicyConfig, ServerSettings, WeightsConfig
 from swarmnode.errors import DeviceError
 from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
@@ -35,7 +26,7 @@ from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.engine.selector import EngineSelector, answered, select_engine
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import ServerStatistics, make_server
+from swarmnode.policy.engine.vllm import ServerStatistics, VllmServer
 from swarmnode.policy.footprint import (
     OPTIMIZER_BYTES,
     Method,
@@ -47,19 +38,21 @@ from swarmnode.policy.footprint import (
 )
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
-from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
+from swarmnode.policy.load import Policy, load_untried
 from swarmnode.policy.logprobs import SPARE_SHARE, Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
+from swarmnode.rollouts.trainer.batch import Rows
+from swarmnode.rollouts.trainer.judge import RowScores
 from swarmnode.swarm.manifest import check_model
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import LossProbe
+from swarmnode.weights.trainer.lora import freeze_a
 from swarmnode.wire.messages import SwarmManifest
 
 QUESTION_TOKENS = 512
@@ -186,23 +179,21 @@ class Engine(Protocol):
 
 
 def open_policy(
-    cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: bool, log: Callable[[str], None]
+    cfg: PolicyConfig, manifest: SwarmManifest | None, log: Callable[[str], None]
 ) -> Policy:
     """Load the whole policy.
 
     Args:
         manifest: Manifest of the swarm; None without a swarm.
-        shared_a: True if the adapter's A matrices are the same on all nodes, and frozen.
         log: Receives a line per stage of loading.
 
     Raises:
         LocalError: The policy does not exist, does not fit, or is not the swarm's.
     """
-    policy = load_policy(cfg, log)
+    policy = load_untried(cfg, log)
     if manifest is not None:
         check_model(manifest, policy.fingerprint, policy.tokenizer_hash)
-    if shared_a:
-        freeze_a(dict(policy.model.named_parameters()), A_SEED)
+    freeze_a(dict(policy.model.named_parameters()))
     return policy
 
 
@@ -235,8 +226,8 @@ def make_whole_policy(
         ranks,
     )
     memory, updater = make_updater(config, policy, alive, ranks)
-    training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
-    replica, probe, cfg = None, None, config.weights
+    training, cfg, replica, probe = config.training, config.weights, None, None
+    adapter = state.adapter_shape(config.policy.lora)
     # Before a state is restored, because payloads are differences from the base weights.
     if cfg.rule != "off":
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
@@ -244,11 +235,10 @@ def make_whole_policy(
         # A separate batcher, since a row that is too long to train on may still be scored.
         scoring = MicroBatcher(memory.training.tokens, alive)
         probe = LossProbe(policy, scoring, training.temperature, tensors)
-        adapter = adapter_shape(config.policy.lora, shared_a)
         replica = Replica(
             tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter
         )
-    owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
+    owner = state.owner(policy.fingerprint, adapter)
     directory = Path(config.policy.server.directory or config.node.data_dir / "served")
     server = config.policy.server if config.policy.server.url else None
     return (make or WholePolicy)(
@@ -468,7 +458,7 @@ class WholePolicy:
         if self._server is None:
             self._generation = own()
             return self._generation
-        server = make_server(self._server, adapter=policy.lora_rank > 0)
+        server = VllmServer(self._server.url, adapter=policy.lora_rank > 0)
         self._generation = ServerFirst(
             server,
             lambda: ServedWeights(server, policy, self._served, alive),
@@ -572,10 +562,3 @@ def card_uses(policy: Policy) -> list[CardUse]:
         name, held = torch.cuda.get_device_name(index), torch.cuda.memory_reserved(index)
         found.append(CardUse(f"cuda:{index}", name, total, free, held))
     return found
-
-
-def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:
-    """Return the shape of the trained adapter; None if all weights are trained."""
-    if not lora.r:
-        return None
-    return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,), A_SEED if shared_a else None)

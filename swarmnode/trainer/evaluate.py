@@ -3,14 +3,19 @@ training never draws."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+import msgspec
 
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.drops import DropTally, TrainerDrops
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.generate import Sampling
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
@@ -18,22 +23,52 @@ from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.trainer.state import Counters
+from swarmnode.weights.trainer.gate import RevertMonitor
 from swarmnode.wire.messages import TaskRef
 
-COMPLETIONS = 4
-"""Completions per question."""
+ANSWERS, SMALL_ANSWERS = 64, 16
+"""Answers per task of a full evaluation, if there are fewer questions, and of a small one. More
+questions with one answer each have a smaller standard error than fewer questions with several."""
+MOST_ANSWERS = 4
+"""Maximum number of answers to one question."""
 GENERATOR_SEED = 20_260
 STEPS_BETWEEN, TOKEN_SHARE = 10, 0.05
-"""Steps between two evaluations, and the largest share of all sampled tokens that evaluations take,
-if `training.eval_every` is not set."""
+"""Steps between two evaluations, and the share of all sampled tokens above which only small ones
+follow, if `training.eval_every` is not set."""
+ROWS_TOGETHER, ROWS_ON_CPU = 64, 32
+"""Answers that are sampled together. A long evaluation reports its progress between two batches. A
+CPU gains little from larger ones."""
+
+Size = Literal["full", "small"]
+"""A small evaluation asks the first questions of each task once. Its error is larger."""
 
 
-def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
-    """Return True if a held-out evaluation follows this step."""
-    if cfg.eval_every:
-        return counters.step % cfg.eval_every == 0
-    has_budget = counters.evaluation_tokens_total <= TOKEN_SHARE * counters.tokens_total
-    return counters.step % STEPS_BETWEEN == 0 and has_budget
+def evaluation_due(cfg: TrainingConfig, counters: Counters) -> Size | None:
+    """Return the size of the held-out evaluation that follows this step; None if none does.
+
+    Without a budget for a full one, small ones follow when the number of steps has doubled since
+    the last: after 10, 20, 40 and 80 steps.
+    """
+    step = counters.step
+    if step % (cfg.eval_every or STEPS_BETWEEN):
+        return None
+    if cfg.eval_every or counters.evaluation_tokens_total <= TOKEN_SHARE * counters.tokens_total:
+        return "full"
+    return "small" if step >= 2 * (counters.reward_held_out_step or 0) else None
+
+
+def forget_other_questions(counters: Counters, questions: str) -> None:
+    """Reset the held-out rewards if they were measured on other questions than `questions`.
+
+    The tasks change with a successor of the swarm, or in the configuration. A state of an earlier
+    version does not name its questions, and keeps its rewards.
+    """
+    if counters.held_out_questions not in ("", questions):
+        counters.reward_held_out = counters.reward_held_out_error = None
+        counters.reward_held_out_start = counters.reward_held_out_start_error = None
+        counters.reward_held_out_step = None
+        counters.revert = RevertMonitor()
+    counters.held_out_questions = questions
 
 
 def held_out_refs(task: str, count: int) -> list[TaskRef]:
@@ -67,6 +102,11 @@ class HeldOutReward:
     """Mean over the questions."""
     error: float | None
     """Its standard error over the questions; None with one question."""
+    task: str
+    """Task of the first question. The following fields are of this question."""
+    prompt: str
+    completions: Sequence[SampledCompletion]
+    rewards: Sequence[float]
 
 
 class Evaluation:
@@ -84,10 +124,16 @@ class Evaluation:
     ) -> None:
         self._drops = drops or TrainerDrops().held_out
         self._training = training
+        self._answers = max(1, min(MOST_ANSWERS, ANSWERS // tasks.held_out_per_task))
         self._scorer = scorer
-        self._refs = [
-            ref for name in tasks.names for ref in held_out_refs(name, tasks.held_out_per_task)
-        ]
+        by_task = [held_out_refs(name, tasks.held_out_per_task) for name in tasks.names]
+        # The tasks take turns, so that the first questions are a sample of all.
+        self._refs = [ref for turn in zip_longest(*by_task) for ref in turn if ref is not None]
+        self._small = SMALL_ANSWERS * len(by_task)
+        asked = (self._refs, self._answers, training.temperature, training.max_completion_length)
+        self.questions = hashlib.sha256(msgspec.msgpack.encode(asked)).hexdigest()[:8]
+        """Name of the questions and of how they are asked. Rewards under two names are not
+        comparable."""
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts: list[str | None] = []
         for ref, question in zip(self._refs, questions, strict=True):
@@ -97,23 +143,44 @@ class Evaluation:
                 self._prompts.append(None)
                 self._drops.drop("no_question", task=ref.id, error=str(question))
 
-    def __call__(self, engine: Engine, counters: Counters) -> HeldOutReward | None:
+    def __call__(
+        self,
+        engine: Engine,
+        counters: Counters,
+        size: Size = "full",
+        report: Callable[[int, int], None] = lambda done, count: None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> HeldOutReward | None:
         """Return the held-out reward at the training temperature; None if no question could be
-        scored. Adds the sampled tokens to `counters`."""
+        scored. Adds the sampled tokens to `counters`.
+
+        Args:
+            report: Called with the number of finished answers and that of all answers.
+            enough: Returns True to end the evaluation with the questions that are answered. Called
+                after each batch.
+        """
+        answers, count = (1, self._small) if size == "small" else (self._answers, len(self._refs))
         asked = [
             (ref, prompt)
-            for ref, prompt in zip(self._refs, self._prompts, strict=True)
+            for ref, prompt in zip(self._refs[:count], self._prompts[:count], strict=True)
             if prompt is not None and engine.text.fits(prompt)
         ]
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
-        sampling = Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p)
+        sampling = Sampling(answers, cfg.max_completion_length, cfg.temperature, cfg.top_p)
         lockstep = Lockstep(
             lambda prompts, count: engine.generate(
                 prompts, sampling.with_generations(count), generator
             )
         )
-        answered = answer_all(lockstep, engine.text, self._scorer, asked)
+        answered: list[GroupSample | None] = []
+        rows = ROWS_ON_CPU if engine.statistics().device == "cpu" else ROWS_TOGETHER
+        while len(answered) < len(asked):
+            report(len(answered) * answers, len(asked) * answers)
+            some = asked[len(answered) :][: max(1, rows // answers)]
+            answered += answer_all(lockstep, engine.text, self._scorer, some)
+            if enough():
+                asked = asked[: len(answered)]
         for (ref, _), sample in zip(asked, answered, strict=True):
             if sample is None:
                 self._drops.drop("not_scored", task=ref.id, error="its environment failed")
@@ -137,13 +204,14 @@ class Evaluation:
                 for (ref, _), group in zip(asked, groups, strict=True)
             ]
         )
-        rewards = []
-        for (ref, _), result in zip(asked, scored, strict=True):
+        judged = []
+        for (ref, prompt), group, result in zip(asked, groups, scored, strict=True):
             if isinstance(result, Scored) and result.rewards:
-                rewards.append(sum(result.rewards) / len(result.rewards))
+                judged.append((ref.id, prompt, group.completions, result.rewards))
             else:
                 self._drops.drop("not_scored", task=ref.id, error=str(result))
-        self._drops.keep(len(rewards))
-        if not rewards:
+        self._drops.keep(len(judged))
+        if not judged:
             return None
-        return HeldOutReward(sum(rewards) / len(rewards), standard_error(rewards))
+        means = [math.fsum(rewards) / len(rewards) for *_, rewards in judged]
+        return HeldOutReward(math.fsum(means) / len(means), standard_error(means), *judged[0])

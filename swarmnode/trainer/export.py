@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import BadMessage, LocalError, StateError, Unavailable
 from swarmnode.files import make_readable, sync_directory
@@ -35,13 +34,15 @@ from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import (
     add_adapter,
+    is_on_hub,
     load_model,
     local_directory,
     lora_settings,
     overwrite,
     trainable,
 )
-from swarmnode.stages.recovery import (
+from swarmnode.stages.specs import stage_specs
+from swarmnode.stages.trainer.stage_checkpoints import (
     CHECKPOINTS,
     CheckpointIdentity,
     decode_state,
@@ -49,8 +50,8 @@ from swarmnode.stages.recovery import (
     read_checkpoint,
     stage_layouts,
 )
-from swarmnode.stages.wire import stage_specs
 from swarmnode.trainer import state
+from swarmnode.weights.trainer.lora import freeze_a
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -66,6 +67,8 @@ class ExportRecord:
     policy_version: int
     reward_held_out: float | None
     """None if this node has not measured it."""
+    reward_held_out_step: int | None = None
+    """Step after which it was measured."""
     base: str = ""
     """policy.model."""
     base_fingerprint: str = ""
@@ -80,14 +83,11 @@ class ExportRecord:
     """Committed steps of each stage, for a policy in stages."""
 
 
-def export(
-    cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool
-) -> ExportRecord:
+def export(cfg: PolicyConfig, trainer: Path, target: Path, merge: bool) -> ExportRecord:
     """Export the policy, see `swarmnode.swarm.export.export`.
 
     Args:
         trainer: The trainer's directory.
-        shared_a: See `averaging.lora.shares_a`.
         target: Directory of the export; it must be empty or absent.
         merge: True to write an adapter's weights merged into the base.
 
@@ -98,9 +98,8 @@ def export(
     cfg = cfg.model_copy(update={"devices": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
     with local_directory(cfg, fits=False) as directory:
-        base = Base(
-            cfg, directory, shared_a, state.owner(fingerprint(directory), cfg.lora.r, shared_a)
-        )
+        owner = state.owner(fingerprint(directory), state.adapter_shape(cfg.lora))
+        base = Base(cfg, directory, owner)
         crew = find_copies(trainer)
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -135,8 +134,6 @@ class Base:
     cfg: PolicyConfig
     directory: Path
     """Directory of the base model."""
-    shared_a: bool
-    """True if the adapter's A matrices are the same on all nodes."""
     owner: str
     """See `state.owner`."""
 
@@ -150,8 +147,7 @@ class Base:
             self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, "")
         )
         model = add_adapter(self.cfg, base) if self.cfg.lora.r else base
-        if self.shared_a:
-            freeze_a(dict(model.named_parameters()), A_SEED)
+        freeze_a(dict(model.named_parameters()))
         overwrite(trainable(model), weights)
         return model
 
@@ -175,6 +171,7 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
         counters.step,
         counters.policy_version,
         counters.reward_held_out,
+        counters.reward_held_out_step,
         swarm=counters.swarm,
         own_groups=counters.own_groups_total,
         external_groups=counters.external_groups_total,
@@ -189,7 +186,7 @@ def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exp
         )
     adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
     if adapter is not None:
-        weights, steps = read_adapter(crew, adapter, base.shared_a, base.directory)
+        weights, steps = read_adapter(crew, adapter, base.directory)
         kind = _save(base, weights, partial, merge)
     else:
         kind, steps = "weights", write_shards(crew, base.directory, partial)
@@ -206,7 +203,7 @@ def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bo
         merged.save_pretrained(partial)
     else:
         model.peft_config["default"].base_model_name_or_path = (
-            str(base.directory) if base.cfg.model == "embedded" else base.cfg.model
+            base.cfg.model if is_on_hub(base.cfg.model) else str(base.directory.absolute())
         )
         model.save_pretrained(str(partial))
         return "adapter"
@@ -249,14 +246,13 @@ def find_copies(trainer: Path) -> CrewCopies | None:
 
 
 def read_stages(
-    crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
+    crew: CrewCopies, base: Path, adapter: LoraConfig | None = None
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
     """Yield (stage, tensors by their names in the whole model, committed steps), one stage after
     the other. Tensors of a bfloat16 checkpoint stay in bfloat16.
 
     Args:
         adapter: Settings of the adapter, if one was trained.
-        shared_a: True if all nodes derive the adapter's A, so that the checkpoints omit it.
 
     Raises:
         Unavailable: A stage is missing.
@@ -271,7 +267,7 @@ def read_stages(
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)
-    layouts = stage_layouts(hf, specs, adapter, shared_a)
+    layouts = stage_layouts(hf, specs, adapter)
     for spec, layout in zip(specs, layouts, strict=True):
         path = crew.about.path(spec.index)
         found = read_checkpoint(crew.directory, path)
@@ -318,7 +314,7 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
 
 
 def read_adapter(
-    crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
+    crew: CrewCopies, adapter: LoraConfig, base: Path
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Return (the adapter, each stage's committed steps).
 
@@ -327,7 +323,7 @@ def read_adapter(
     """
     weights: dict[str, torch.Tensor] = {}
     steps = []
-    for _, tensors, step in read_stages(crew, base, adapter, shared_a):
+    for _, tensors, step in read_stages(crew, base, adapter):
         weights |= tensors
         steps.append(step)
     return weights, steps
@@ -336,11 +332,9 @@ def read_adapter(
 def main() -> int:
     config = Config.model_validate_json(sys.stdin.buffer.read())
     try:
-        shared_a = shares_a(config.policy.lora, config.weights)
         exported = export(
             config.policy,
             config.node.data_dir / "trainer",
-            shared_a,
             Path(sys.argv[1]),
             "--merge" in sys.argv[2:],
         )

@@ -11,12 +11,12 @@ from swarmnode.drops import DropTally, TrainerDrops
 from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.judge import Judgement, judge, judge_until_full, reserve
+from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget
+from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.trainer.engine import Engine
-from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
-from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids
 
@@ -46,6 +46,7 @@ class ExternalGroups:
         self._rescore = rescore
         self._backlog: list[ExternalGroup] = []
         self._drops = drops or TrainerDrops().external
+        self._budget = ScoringBudget()
         self.quota = TokenQuota()
 
     def publish(self, own: Sequence[OwnGroup]) -> None:
@@ -80,6 +81,7 @@ class ExternalGroups:
             self._temperature,
             quota=self.quota,
             rescore=self._rescore,
+            budget=self._budget,
         )
 
     def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:

@@ -5,12 +5,13 @@
 
 Peers' groups are requested after sampling, so that they are recent. The loop waits for them for at
 most a fifth of a second, and requests more once if too many are rejected. Groups that arrive later
-are used in the next step. If useful groups are rare, recent ones are trained on again (replay.py).
+are used in the next step.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,38 +21,37 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.drops import TrainerDrops
-from swarmnode.errors import EngineGone, LocalError
+from swarmnode.errors import EngineGone, RestartWanted
 from swarmnode.link.client import Link
-from swarmnode.link.messages import Hello
+from swarmnode.link.messages import Hello, Welcome
 from swarmnode.pauses import PauseFlags, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.trial import try_loaded
+from swarmnode.policy.trial import try_once
 from swarmnode.process import Progress
-from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
+from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
+from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose_difficulty
 from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
 from swarmnode.trainer.episodes import check_template
-from swarmnode.trainer.evaluate import Evaluation, evaluation_due
+from swarmnode.trainer.evaluate import Evaluation, Size, evaluation_due, forget_other_questions
 from swarmnode.trainer.external import ExternalGroups
-from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.learning import LearningWatch
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.rank_pool import on_device
 from swarmnode.trainer.ranks import choose_devices, other_ranks
-from swarmnode.trainer.records import Records, own_sample, peers_samples
+from swarmnode.trainer.records import Records, held_out_sample, own_sample, peers_samples
 from swarmnode.trainer.reporting import (
     Reporter,
     StepResult,
-    WinningAnswers,
+    cut_rewarded_share,
     measures,
     reward_by_task,
     rounded,
@@ -64,6 +64,10 @@ from swarmnode.weights.local import JOIN_SECONDS
 
 log = structlog.get_logger("swarmnode.trainer")
 
+STEP_LINE_SECONDS = 10.0
+"""Shortest interval between two lines of the log about steps."""
+STOP_SECONDS = 10.0
+"""Time after which an evaluation begins no further batch, if the trainer is to stop."""
 REST_SECONDS = 1.0
 """Interval between checks of whether a pause is over."""
 IDENTITY_SECONDS = 1.0
@@ -79,6 +83,8 @@ class Trainer:
         self._config = config
         self._progress = progress
         self._stop = threading.Event()
+        self.is_loading = True
+        """True while there is nothing to save."""
 
     def stop(self) -> None:
         """Make `run` finish the step, save and return."""
@@ -93,12 +99,10 @@ class Trainer:
         """
         config = self._config
         opened = load_current(config.node.data_dir)
-        shared_a = shares_a(config.policy.lora, config.weights)
         devices = choose_devices(config, self._loading)
         policy = open_policy(
             on_device(config, devices, 0).policy,
             opened.manifest if opened is not None else None,
-            shared_a,
             self._loading,
         )
         directory, alive = config.node.data_dir / "trainer", self._progress.alive
@@ -118,24 +122,34 @@ class Trainer:
             loop = Loop(
                 config, engine, link, scorer, counters, directory, self._progress, self._stop
             )
+            self.is_loading = False
             with link:
                 loop.run()
 
     def _run_trial(self, policy: Policy) -> None:
-        """Run a trial of the policy before training.
+        """Run a trial of the policy before training, or read the record of an earlier one.
 
         Raises:
             LocalError: The policy cannot be trained on this machine.
         """
-        self._progress("loading, trying the policy")
-        trial = try_loaded(self._config.policy, policy, self._config.training, self._progress.alive)
+        report = lambda part: self._progress(f"loading, trying the policy{part}")
+        report("")
+        cfg, path = self._config, self._config.node.data_dir / "trainer" / "trial.json"
+        trial = try_once(
+            cfg.policy,
+            policy,
+            cfg.training,
+            path,
+            self._progress.alive,
+            lambda done, count: report(f", part {done} of {count}"),
+        )
         log.info("trial", detail=str(trial))
         for warning in trial.warnings:
             log.warning("trial", detail=warning)
 
     def _loading(self, line: str) -> None:
         log.info("policy", detail=line)
-        self._progress("loading policy")
+        self._progress(f"loading policy: {line}")
 
 
 class Loop:
@@ -199,10 +213,24 @@ class Loop:
             drops.external,
             scorer.score_many,
         )
-        self._winning = WinningAnswers()
+        self._learning = LearningWatch(config)
         self._evaluation = Evaluation(config.task, training, scorer, drops.held_out)
-        self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
+        forget_other_questions(counters, self._evaluation.questions)
+        self._checkpoints = Checkpoints(
+            directory,
+            training.save_every,
+            engine,
+            rng,
+            counters,
+            on_end=lambda: self._reporter.state_written(),
+        )
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
+        self._reporter.last = msgspec.structs.replace(
+            self._reporter.last, max_steps=training.max_steps
+        )
+        self._unlogged: list[float] = []
+        """Rewards of the steps since the last line of the log about steps."""
+        self._next_line = float("-inf")
         settings = flat(config.model_dump(include={"policy", "training", "weights"}))
         self._records = Records(
             config.node.data_dir,
@@ -217,6 +245,7 @@ class Loop:
 
         Raises:
             EngineGone: The engine cannot continue.
+            RestartWanted: The node has moved to another swarm.
         """
         with self._checkpoints, closing(self._records):
             self._reporter.enter("loading")
@@ -224,7 +253,7 @@ class Loop:
                 return
             try:
                 self._train()
-            except EngineGone:
+            except (EngineGone, RestartWanted):
                 self._checkpoints.save(last=True)
                 raise
             self._reporter.enter("draining")
@@ -238,16 +267,20 @@ class Loop:
         ) and not self._pauses.stop.is_set():
             self._evaluate()
         self._join()
+        self._learning.start(self._fresh)
         while not self._finished() and self._wait_while_paused():
             started = time.monotonic()
-            self._step()
+            self.step()
             if self._pauses.stop.is_set():
                 break
             self._average()
-            if evaluation_due(self._training, self._counters):
-                self._evaluate()
+            size = evaluation_due(self._training, self._counters)
+            if size and not self._finished():
+                self._evaluate(size)
             self._checkpoints.save()
             self._pauses.until_next_step(started, self._reporter)
+        if self._counters.step and self._counters.reward_held_out_step != self._counters.step:
+            self._evaluate("small" if self._pauses.stop.is_set() else "full")
 
     def _wait_while_paused(self) -> bool:
         """Wait while the trainer is paused, and save the state. Return False if the trainer must
@@ -297,6 +330,7 @@ class Loop:
         if not self._fresh:
             return
         late = time.monotonic() + JOIN_SECONDS
+        self._reporter.show("asking neighbours for their state")
         while not self._pauses.stop.is_set() and not self._engine.wait_for_state(0.2, late):
             self._reporter.alive("loading, asking neighbours for their state")
             self._average(stepped=False)
@@ -312,7 +346,7 @@ class Loop:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Train once on own groups and peers' groups, each with G completions of one question."""
         started = time.monotonic()
         self._identity.adopt()
@@ -331,8 +365,7 @@ class Loop:
 
         # advantages (N,) and log-probabilities (N, T) of all N completions, one loss, one step
         fresh = [*experience.trained, *judgement.accepted]
-        replayed = self._plan.replayed(fresh)
-        rows = self._rows([*fresh, *replayed])
+        rows = self._rows(fresh)
         rate = learning_rate(self._training, self._counters.step)
         result = self._engine.update(rows, rate)
 
@@ -340,12 +373,9 @@ class Loop:
         first = len(experience.trained)
         refused = {group - first: why for group, why in result.refused.items()}
         external = self._external.learnt(judgement, refused)
-        self._plan.observe([*experience.trained, *external], experience.groups)
-        self._winning.sampled(experience.messages)
+        self._plan.observe(external)
         self._count(experience, external, rows, result)
-        done = StepResult(
-            experience, external, len(replayed), result, rate, started, sampled, time.monotonic()
-        )
+        done = StepResult(experience, external, result, rate, started, sampled, time.monotonic())
         self._plan.fit(done.ended - started)
         self._report(done, judgement)
 
@@ -359,7 +389,7 @@ class Loop:
             if "overlong_shaping" in training.options
             else 0,
             mask_cut="mask_truncated" in training.options,
-            per_sequence=training.loss_type in DIVIDES_BY_LENGTH,
+            per_sequence=training.loss_type == "grpo",
         )
 
     def _count(
@@ -399,31 +429,56 @@ class Loop:
     def _report(self, done: StepResult, judgement: Judgement) -> None:
         """Report the step, and write measurements and samples to disk."""
         former, drift = self._reporter.last.reward_by_task, self._external.quota.drift()
+        measured = measures(done)
+        learning = self._learning.observe(
+            [statistics.fmean(group.rewards) for group in done.experience.groups],
+            measured["completion_cut_share"],
+            done.update.entropy,
+            done.update.stepped,
+        )
+        if learning.kind not in ("", self._reporter.last.learning):
+            log.warning("learning", problem=learning.kind, detail=learning.text)
         self._reporter.last = msgspec.structs.replace(
             self._reporter.last,
-            **measures(done),
+            **measured,
+            cut_rewarded_share=None
+            if "mask_truncated" in self._training.options
+            else cut_rewarded_share(done.experience.groups),
             reward_by_task=former | reward_by_task(done.experience.messages),
-            top_answer_share=self._winning.top_share,
+            learning=learning.kind,
+            learning_problem=learning.text,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
-            drift=drift.excess if drift is not None else None,
+            drift=self._external.quota.excess,
             drops=self._drops.statistics(),
         )
         self._reporter.enter("training", done.ended - done.started)
         last, now = self._reporter.last, time.time()
         self._records.step(now, last)
-        words = drift.words(self._engine.text.decode) if drift else ""
+        words = drift.words(self._engine.text.token_name) if drift else ""
         for sample in peers_samples(now, last.step, judgement, words):
             self._records.sample(sample)
         if (made := done.experience).messages:
             self._records.sample(
                 own_sample(now, last.step, made.prompts[0], made.messages[0], made.observations[0])
             )
-        # One line that fits a terminal of 80 columns; steps.jsonl has everything else.
+        self._log_step()
+
+    def _log_step(self) -> None:
+        """Log the last step and the mean reward since the last line, at most once per
+        STEP_LINE_SECONDS. steps.jsonl has all steps."""
+        last, now = self._reporter.last, time.monotonic()
+        if last.reward_own is not None:
+            self._unlogged.append(last.reward_own)
+        if now < self._next_line:
+            return
+        reward = statistics.fmean(self._unlogged) if self._unlogged else None
+        self._next_line, self._unlogged = now + STEP_LINE_SECONDS, []
+        # It fits a terminal of 80 columns.
         log.info(
             "step",
             step=last.step,
-            reward=rounded(last.reward_own, 3),
+            reward=rounded(reward, 3),
             own=last.own_groups,
             peers=last.external_groups,
             seconds=rounded(last.step_seconds, 2),
@@ -437,19 +492,30 @@ class Loop:
             self._reporter.connected, self._reporter.last.step_seconds or 0.0, stepped
         )
 
-    def _evaluate(self) -> None:
-        self._reporter.enter("evaluating")
-        c = self._counters
-        held_out = self._evaluation(self._engine, c)
+    def _evaluate(self, size: Size = "full") -> None:
+        c, stop, late = self._counters, self._pauses.stop, time.monotonic() + STOP_SECONDS
+        phase = "draining" if stop.is_set() else "evaluating"
+        self._reporter.enter(phase)
+        held_out = self._evaluation(
+            self._engine,
+            c,
+            size,
+            lambda done, count: self._reporter.show(f"evaluating {done} of {count}"),
+            lambda: stop.is_set() and time.monotonic() > late,
+        )
         if held_out is not None:
             reward = held_out.reward
             c.reward_held_out, c.reward_held_out_error = reward, held_out.error
+            c.reward_held_out_step = c.step
             if c.reward_held_out_start is None:
-                c.reward_held_out_start = reward
+                c.reward_held_out_start, c.reward_held_out_start_error = reward, held_out.error
+            self._records.sample(held_out_sample(time.time(), c, held_out))
             error = rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
-            self._engine.observe(reward)
-        self._reporter.enter("evaluating")  # again, with the measurements
+            # the error of a part would revert good swaps
+            if size == "full" and not stop.is_set():
+                self._engine.observe(reward)
+        self._reporter.enter(phase)  # again, with the measurements
 
 
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
@@ -479,6 +545,19 @@ def best_rows(group: TrainingGroup) -> list[Row]:
     )
 
 
+def check_swarm(welcome: Welcome | None, configured: str) -> None:
+    """Compare the swarm of the network process, if it is known, with the configured one.
+
+    Args:
+        configured: Swarm id, hex; empty if none is configured.
+
+    Raises:
+        RestartWanted: The node has moved to another swarm.
+    """
+    if welcome is not None and configured and welcome.swarm.hex() != configured:
+        raise RestartWanted("the node has moved to another swarm")
+
+
 class Identity:
     """The node's peer id and swarm id, from which its questions are derived.
 
@@ -496,13 +575,12 @@ class Identity:
         `seconds`; return False if it has not sent them.
 
         Raises:
-            LocalError: The network process belongs to another swarm.
+            RestartWanted: The node has moved to another swarm.
         """
         welcome = self._link.welcome(seconds)
         if welcome is None:
             return False
-        if self._swarm and welcome.swarm.hex() != self._swarm:
-            raise LocalError("the node has moved to another swarm; restarting with its manifest")
+        check_swarm(welcome, self._swarm)
         self._counters.peer, self._counters.swarm = welcome.peer, welcome.swarm.hex()
         return True
 

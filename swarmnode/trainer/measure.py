@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
+from swarmnode.gguf import SMOLLM2
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy, rename_checkpointing_flag
@@ -38,9 +39,12 @@ SEED = 20_260
 QUESTIONS_AT_ONCE = 16
 
 
-def open_model(cfg: PolicyConfig) -> Policy:
+def open_model(cfg: PolicyConfig, load: Callable[[PolicyConfig], Policy] = load_policy) -> Policy:
     """Load the model of `cfg`. If it is a directory with an adapter, as `swarmnode export` writes
     it, load its base with the adapter.
+
+    Args:
+        load: Loads a whole model.
 
     Raises:
         LocalError: The model does not exist or fit, or the directory has no adapter_model file in
@@ -49,7 +53,7 @@ def open_model(cfg: PolicyConfig) -> Policy:
     directory = Path(cfg.model).expanduser()
     about = directory / "adapter_config.json"
     if not about.is_file():
-        return load_policy(cfg)
+        return load(cfg)
     if not (directory / "adapter_model.safetensors").is_file():
         raise Unavailable(
             f"{directory} holds an adapter without adapter_model.safetensors, the only format that"
@@ -58,7 +62,10 @@ def open_model(cfg: PolicyConfig) -> Policy:
     from peft import PeftModel
 
     base = json.loads(about.read_text())["base_model_name_or_path"]
-    policy = load_policy(cfg.model_copy(update={"model": base, "revision": None}))
+    record = directory / "swarmnode.json"
+    if record.is_file() and json.loads(record.read_text())["base"] == SMOLLM2:
+        base = SMOLLM2  # the adapter names its directory on the machine of the export
+    policy = load(cfg.model_copy(update={"model": base, "revision": None}))
     rename_checkpointing_flag(type(policy.base))
     return replace(policy, model=PeftModel.from_pretrained(policy.base, directory).eval())
 

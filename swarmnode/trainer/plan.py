@@ -13,11 +13,9 @@ from collections.abc import Sequence
 import structlog
 
 from swarmnode.config import SharingConfig, TrainingConfig
-from swarmnode.rl.objectives import CLIPS_TOKENS
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.groups import is_useful
-from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
+from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.trainer.state import Counters
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -68,12 +66,6 @@ class StepPlan:
         )
         self._split = AdaptiveSplit(self._configured, counters.useful_per_step)
         self._split.resize(self.groups)
-        replays = (
-            self._shares
-            and training.loss_type in CLIPS_TOKENS
-            and "train_once" not in training.options
-        )
-        self._replay = ReplayBuffer(USES if replays else 0)
 
     @property
     def groups(self) -> int:
@@ -99,26 +91,8 @@ class StepPlan:
             log.info("groups per step", groups=self.groups, step_seconds=round(seconds, 2))
             self._split.resize(self.groups)
 
-    def replayed(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-        """Return useful groups of recent steps that fill up the batch.
-
-        Args:
-            fresh: The step's own and external groups.
-        """
-        return self._replay.take(missing_groups(self.groups, fresh))
-
-    def observe(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
-        """Adapt the split to a step that was trained on.
-
-        The next steps sample fewer groups by the number of useful external groups, and by the
-        number of groups that can be replayed while useful groups are rare.
-
-        Args:
-            fresh: Groups that were trained on for the first time.
-            sampled: All groups that this node has sampled for the step.
-        """
-        self._split.observe(sum(bool(group.peer) and is_useful(group.rewards) for group in fresh))
+    def observe(self, external: Sequence[TrainingGroup]) -> None:
+        """Adapt the split to the peers' groups that a step was trained on: the next steps sample
+        fewer groups by the number of useful ones."""
+        self._split.observe(sum(is_useful(group.rewards) for group in external))
         self._counters.useful_per_step = self._split.smoothed
-        self._replay.observe(sampled)
-        self._replay.store(fresh, self._counters.step)
-        self._split.replayable = self._replay.spared_groups

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost
 from swarmnode.link.messages import CardUse
-from swarmnode.policy.device import probe
+from swarmnode.policy.device import probe, thread_count
 from swarmnode.policy.load import Policy
 from swarmnode.policy.ways import reason
-from swarmnode.trainer.batch import Rows
+from swarmnode.rollouts.trainer.batch import Rows
 from swarmnode.trainer.rank_process import (
     ANSWERS,
     POLL_SECONDS,
@@ -76,7 +76,7 @@ def on_device(config: Config, devices: Sequence[torch.device], rank: int) -> Con
         return config  # whose model may lie on several devices
     policy = config.policy.model_copy(update={"devices": str(devices[rank])})
     if devices[rank].type == "cpu" and not policy.threads:
-        threads = max(1, torch.get_num_threads() // len(devices))
+        threads = max(1, thread_count() // len(devices))
         policy = policy.model_copy(update={"threads": threads})
     return config.model_copy(update={"policy": policy})
 

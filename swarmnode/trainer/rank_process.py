@@ -25,7 +25,6 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
 from swarmnode.link.messages import CardUse
@@ -39,10 +38,10 @@ from swarmnode.policy.micro import RowTooLarge, free_memory, is_oom
 from swarmnode.policy.ways import reason
 from swarmnode.process import die_with_parent
 from swarmnode.rollouts.groups import Outcome
+from swarmnode.rollouts.trainer.batch import Rows
+from swarmnode.rollouts.trainer.judge import RowScores
 from swarmnode.swarm.manifest_store import load_current
-from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import Memory, card_uses, make_updater, open_policy
-from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.update import PeersFailed, RowSelection, StartOver, Sums, Updater
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -108,8 +107,7 @@ class OtherRank:
         self._alive = lambda: shared.beat(setup.rank)
         opened = load_current(config.node.data_dir)
         manifest = opened.manifest if opened is not None else None
-        shared_a = shares_a(config.policy.lora, config.weights)
-        self._policy = open_policy(config.policy, manifest, shared_a, lambda line: self._alive())
+        self._policy = open_policy(config.policy, manifest, lambda line: self._alive())
         memory, updater = make_updater(config, self._policy, self._alive, setup.count)
         self._memory: Memory = memory
         self._updater: Updater = updater

@@ -43,9 +43,9 @@ from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy, config_directory, offline
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.ways import reason
-from swarmnode.trainer.batch import Rows
+from swarmnode.rollouts.trainer.batch import Rows
+from swarmnode.rollouts.trainer.judge import RowScores
 from swarmnode.trainer.engine import EngineStatistics, WholePolicy
-from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import (
     POLL_SECONDS,
@@ -70,7 +70,7 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
     found = devices(cfg)
     if len(found) < 2 or found[0].type != "cuda":
         return found
-    with config_directory(cfg) as directory:
+    with config_directory(cfg, log) as directory:
         read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
         need = update_bytes(cfg, offline(cfg, read), probe(cfg))
     # query in a separate process, because querying a GPU's memory allocates some of it

@@ -2,7 +2,7 @@
 
     steps.jsonl      all measurements of a step, as on the status page, with the reward by task
     samples.jsonl    per step one own group, one peer's group that was trained on, and one that was
-                     rejected (`observe.samples`)
+                     rejected; per evaluation its first question (`observe.samples`)
 
 A full file is renamed to `.jsonl.1` and replaces the former one, so that the size is bounded. If
 the disk is full, lines are lost, and training continues.
@@ -20,7 +20,10 @@ from swarmnode.link.messages import Report
 from swarmnode.observe.logfile import FileHandler, log_file
 from swarmnode.observe.samples import Answer, Sample, shortened, to_turns
 from swarmnode.rollouts.groups import ExternalGroup, OwnGroup, actions
-from swarmnode.trainer.judge import Judgement
+from swarmnode.rollouts.trainer.judge import Judgement
+from swarmnode.trainer.episodes import sampled_tokens
+from swarmnode.trainer.evaluate import HeldOutReward
+from swarmnode.trainer.state import Counters
 from swarmnode.trainer.trackers import Trackers
 from swarmnode.wire.messages import Completion
 
@@ -28,7 +31,17 @@ STEPS_BYTES = 8 * 2**20
 """Size of a file, for about ten thousand steps."""
 SAMPLES_BYTES = 8 * 2**20
 COMPLETIONS = 4
-LEFT_OUT = ("peers_used", "weights", "reward_errors", "last_reward_error", "phase")
+LEFT_OUT = (
+    "peers_used",
+    "weights",
+    "reward_errors",
+    "last_reward_error",
+    "refusals",
+    "last_refusal",
+    "phase",
+    "activity",
+    "max_steps",
+)
 """Fields of a report that do not belong to a single step."""
 
 
@@ -84,6 +97,23 @@ def own_sample(
     )
 
 
+def held_out_sample(at: float, counters: Counters, held_out: HeldOutReward) -> Sample:
+    """Return the answers to the first question of an evaluation, which is always the same."""
+    answers = [
+        Answer(shortened(done.text), sampled_tokens(done), done.finish, reward)
+        for done, reward in zip(held_out.completions, held_out.rewards, strict=True)
+    ]
+    return Sample(
+        round(at, 3),
+        counters.step,
+        counters.policy_version,
+        held_out.task,
+        shortened(held_out.prompt),
+        answers,
+        held_out=True,
+    )
+
+
 def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -> list[Sample]:
     """Return the first trained group and the first refused group from peers, if they exist.
 
@@ -94,7 +124,7 @@ def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
         if used not in found:
-            logprobs_here = judgement.accepted[0].old_logprobs if used else []
+            logprobs_here = judgement.accepted[0].sampler_logprobs if used else []
             rows = judgement.accepted[0].rows if used else []
             surprise = [
                 -sum(logprobs) / max(row.tokens, 1)

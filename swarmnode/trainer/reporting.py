@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,8 @@ from swarmnode.link.client import Link
 from swarmnode.link.messages import Report
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
-from swarmnode.tasks.answers import extract
+from swarmnode.rollouts.trainer.batch import TrainingGroup, silent_share
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.registry import TASKS
-from swarmnode.tasks.verifiers import MAJORITY, ballot
-from swarmnode.trainer.batch import TrainingGroup, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import EpisodeTotals
@@ -49,6 +46,7 @@ class Reporter:
         self._scorer = scorer
         self._checkpoints = checkpoints
         self._counters = counters
+        self._sending = threading.Lock()
 
     def enter(self, phase: str, step_seconds: float | None = None) -> None:
         """Report the phase, the step's measurements and all totals.
@@ -65,11 +63,15 @@ class Reporter:
         self.last = msgspec.structs.replace(
             self.last,
             phase=phase,
+            activity="",
             step=counters.step,
             policy_version=counters.policy_version,
+            held_out_questions=counters.held_out_questions,
             reward_held_out=counters.reward_held_out,
             reward_held_out_error=counters.reward_held_out_error,
+            reward_held_out_step=counters.reward_held_out_step,
             reward_held_out_start=counters.reward_held_out_start,
+            reward_held_out_start_error=counters.reward_held_out_start_error,
             own_groups_total=counters.own_groups_total,
             external_groups_total=counters.external_groups_total,
             tokens_total=counters.tokens_total,
@@ -89,11 +91,37 @@ class Reporter:
             scorer_restarts_total=max(0, scorer.starts - 1),
             reward_errors=scorer.reward_errors,
             last_reward_error=scorer.last_reward_error,
-            state_saved_step=self._checkpoints.saved_step,
+            refusals=scorer.refusals,
+            last_refusal=scorer.last_refusal,
+            **self._saves(),
             peers_used=dict(counters.peers_used),
             weights=self._engine.averaging(),
         )
-        self._link.send(self.last)
+        with self._sending:
+            self._link.send(self.last)
+
+    def show(self, activity: str) -> None:
+        """Report progress within the phase."""
+        self._progress.alive()
+        self.last = msgspec.structs.replace(self.last, activity=activity)
+        with self._sending:
+            self._link.send(self.last)
+
+    def state_written(self) -> None:
+        """Report the end of a save, because the next phase may begin hours later.
+
+        The saver's thread calls it.
+        """
+        with self._sending:
+            self._link.send(msgspec.structs.replace(self.last, **self._saves()))
+
+    def _saves(self) -> dict[str, Any]:
+        """Return the fields of a report on saves of the state."""
+        return {
+            "state_saved_step": self._checkpoints.saved_step,
+            "state_due_at": self._checkpoints.due_at,
+            "state_error": self._checkpoints.error,
+        }
 
     def alive(self, status: str) -> None:
         """Report progress to the supervisor only, so that a wait does not count as a hang."""
@@ -119,11 +147,8 @@ class StepResult:
     experience: Experience
     external: Sequence[TrainingGroup]
     """Peers' groups that were trained on."""
-    replayed: int
-    """Number of groups of earlier steps."""
     update: UpdateStatistics
     rate: float
-    """Learning rate before `UpdateStatistics.rate_factor`."""
     started: float
     """Monotonic time in seconds; so are `sampled` and `ended`."""
     sampled: float
@@ -143,23 +168,20 @@ def measures(done: StepResult) -> dict[str, Any]:
         "step_seconds": done.ended - done.started,
         "generate_seconds": sampling,
         "train_seconds": done.ended - done.sampled,
-        "tokens_per_second": made.tokens / max(sampling, 1e-9),
+        "tokens_per_second": made.tokens / max(done.ended - done.started, 1e-9),
         "generation_lag": _mean([float(lag) for lag in made.lags]),
         "generation_rows": made.rows,
         "reward_own": _mean([r for g in own for r in g.rewards]),
         "reward_external": _mean([r for g in external for r in g.rewards]),
         "own_groups": len(own),
         "external_groups": len(external),
-        "replayed_groups": done.replayed,
         "external_share": len(external) / total if total else None,
         "zero_advantage_share": silent_share(own),
-        "correction_mean": _mean([w for g in external for w in g.weights]),
         "loss": update.loss,
         "entropy": update.entropy,
         "kl": update.kl,
-        "clip_fraction": update.clip_fraction,
         "grad_norm": update.grad_norm,
-        "learning_rate": done.rate * update.rate_factor,
+        "learning_rate": done.rate,
         "effective_own": update.effective_own,
         "effective_external": update.effective_external,
         "own_gap": update.own_gap,
@@ -186,6 +208,15 @@ def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int
         "completion_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "completion_cut_share": sum(sum(group.was_cut) for group in groups) / len(lengths),
     }
+
+
+def cut_rewarded_share(groups: Sequence[TrainingGroup]) -> float | None:
+    """Return the share of completions that were cut and earned 1; None without a completion."""
+    count = sum(len(group.rewards) for group in groups)
+    cut = [zip(group.rewards, group.was_cut, strict=False) for group in groups]
+    return (
+        sum(r >= 1.0 and was_cut for each in cut for r, was_cut in each) / count if count else None
+    )
 
 
 def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float | None]:
@@ -216,37 +247,3 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-WINDOW = 64
-"""Number of latest own groups whose winning answers are compared."""
-FEWEST = 32
-"""Least number of winning answers for a report."""
-
-
-class WinningAnswers:
-    """Winning answers of the node's latest groups that were judged by vote.
-
-    The verifier `majority` has no right answers. A policy earns all of its reward with one answer
-    to every question, and held-out rows without right answers do not show it. `top_share` does.
-    """
-
-    def __init__(self) -> None:
-        self._latest: deque[str] = deque(maxlen=WINDOW)
-
-    def sampled(self, groups: Sequence[OwnGroup]) -> None:
-        """Add the own groups of a step. Groups of other verifiers are ignored."""
-        for group in groups:
-            spec = TASKS.get(group.task.id)
-            if spec is None or spec.generator != MAJORITY or not any(group.rewards):
-                continue
-            winner = group.completions[group.rewards.index(max(group.rewards))]
-            self._latest.append(ballot(extract(winner.text, spec.extract, spec.fallback)))
-
-    @property
-    def top_share(self) -> float | None:
-        """Share of the winning answers that are the most frequent one; None with too few groups."""
-        if len(self._latest) < FEWEST:
-            return None
-        ((_, count),) = Counter(self._latest).most_common(1)
-        return count / len(self._latest)

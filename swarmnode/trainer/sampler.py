@@ -17,9 +17,9 @@ from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatisti
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
+from swarmnode.rollouts.trainer.batch import TrainingGroup, own_group, reward_parts
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_weights
-from swarmnode.trainer.batch import TrainingGroup, own_group, reward_parts
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import (
     Episodes,

@@ -35,11 +35,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from swarmnode.averaging.gate import RevertMonitor
+from swarmnode.config import LoraSettings
 from swarmnode.errors import StateError
 from swarmnode.files import pinned, sync_directory
-from swarmnode.policy.load import check_shapes, overwrite, trainable
+from swarmnode.policy.load import LORA_MODULES, check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
+from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.trainer.gate import RevertMonitor
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -75,9 +77,13 @@ class Counters(msgspec.Struct):
     groups_per_step: float = 0.0
     """Groups per step that fit this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0
+    held_out_questions: str = ""
+    """Name of the questions of the following rewards, see `Evaluation.questions`."""
     reward_held_out: float | None = None
     reward_held_out_error: float | None = None
+    reward_held_out_step: int | None = None
     reward_held_out_start: float | None = None
+    reward_held_out_start_error: float | None = None
     peers_used: dict[str, int] = {}
     """Number of groups trained on, by peer, for the PEERS_USED latest peers; the latest is last."""
     outer_clocks: list[int] = []
@@ -219,15 +225,29 @@ def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lamb
     sync_directory(directory)
 
 
-def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
-    """Return the owner of a state: the base model and the kind of trained weights.
+def adapter_shape(lora: LoraSettings) -> LoraShape | None:
+    """Return the shape of the trained adapter; None if all weights are trained."""
+    return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,)) if lora.r else None
+
+
+def owner(fingerprint: bytes, adapter: LoraShape | None) -> str:
+    """Return the owner of a state: everything that gives the saved tensors their meaning.
 
     Args:
-        fingerprint: Fingerprint of the base model.
-        lora_rank: Rank of the adapter; 0 if all weights are trained.
-        shared_a: True if only the B matrices of the adapter are trained.
+        fingerprint: Fingerprint of the base model: its weights and its config.json, which includes
+            the scaling of its rotary embedding.
+        adapter: `adapter_shape`.
     """
-    return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
+    if adapter is None:
+        return f"{fingerprint.hex()}/lora0"
+    name = f"{fingerprint.hex()}/lora{adapter.r}"
+    # Earlier versions did not save alpha and modules: these values are theirs, unless alpha was
+    # configured.
+    if adapter.alpha != 2 * adapter.r:
+        name += f"/alpha{adapter.alpha}"
+    if adapter.target_modules != ("all-linear",):
+        name += f"/{','.join(adapter.target_modules)}"
+    return name
 
 
 class ForeignState(StateError):
@@ -238,8 +258,11 @@ Tensors = dict[str, torch.Tensor]
 Found = tuple[Counters, Tensors]
 
 
-def read_file(path: Path, owner: str) -> Found | None:
+def read_file(path: Path, owner: str, only_weights: bool = False) -> Found | None:
     """Read a state file.
+
+    Args:
+        only_weights: Leave out the state of the optimizer and of the outer step.
 
     Returns:
         (counters, tensors by name); None if the file does not exist.
@@ -254,13 +277,17 @@ def read_file(path: Path, owner: str) -> Found | None:
         with pinned(path) as name, safe_open(name, "pt", device="cpu") as file:
             metadata = file.metadata() or {}
             counters = msgspec.json.decode(metadata["counters"], type=Counters)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors = {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 - not a mapping
+                if not only_weights or name.startswith((RNG, WEIGHTS))
+            }
     except (SafetensorError, OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
         raise StateError(f"{path} is damaged ({error})") from None
     if metadata.get("fingerprint") != owner:
         raise ForeignState(
-            f"{path} belongs to another"
-            f" model{_former_settings(counters, metadata.get('fingerprint', ''))}, or move it away"
+            f"{path} belongs to another model or adapter"
+            f"{_former_settings(counters, metadata.get('fingerprint', ''))}, or move it away"
         )
     try:
         check_counters(counters)
@@ -367,11 +394,13 @@ def recover(
 
 def _former_settings(counters: Counters, owner: str) -> str:
     """Return the part of an error message with the settings that a state of `owner` needs."""
-    rank = re.search(r"/lora(\d+)", owner)
-    if not counters.model or rank is None:
+    adapter = re.search(r"/lora(\d+)(?:/alpha(\d+))?", owner)
+    if not counters.model or adapter is None:
         return "; set policy.model and policy.lora to their former values"
+    rank = int(adapter[1])
+    scale = f", policy.lora.lora_alpha = {adapter[2] or 2 * rank}" if rank else ""
     return (
-        f", saved with policy.model = {counters.model}, policy.lora.r = {rank[1]}; set them so"
+        f", saved with policy.model = {counters.model}, policy.lora.r = {rank}{scale}; set them so"
         " (`swarmnode config set`)"
     )
 

@@ -18,13 +18,14 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
+from swarmnode.policy.merged import forget_merged
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
 from swarmnode.rl.agreement import AgreementProbe
-from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
+from swarmnode.rl.corrections import effective_share, importance_weights, own_correction
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rollouts.groups import Outcome
-from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.judge import GroupRefused, contained
+from swarmnode.rollouts.trainer.batch import Rows
+from swarmnode.rollouts.trainer.judge import GroupRefused, contained
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class UpdateStatistics:
 
     stepped: bool
     loss: float | None = None
-    clip_fraction: float | None = None
     kl: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
@@ -45,9 +45,6 @@ class UpdateStatistics:
     effective_external: float | None = None
     own_gap: float | None = None
     """Mean |Δ log-probability| of own tokens between the sampler and this policy, in nats."""
-    rate_factor: float = 1.0
-    """Factor of the learning rate for a small effective sample size, see
-    `corrections.rate_factor`."""
     skipped: str = ""
     """Reason for which no step was taken, a key of `TrainerDrops.update`; empty after a step."""
     refused: Mapping[int, Outcome] = field(default_factory=dict)
@@ -143,8 +140,6 @@ class TokenSums:
     """Sums over the tokens of micro-batches, to which every rank contributes."""
 
     loss: float = 0.0
-    clipped: float = 0.0
-    """Number of tokens whose gradient the clip removed."""
     kl: float = 0.0
     entropy: float = 0.0
     tokens: float = 0.0
@@ -156,7 +151,7 @@ class TokenSums:
 
     @classmethod
     def read(cls, sums: torch.Tensor) -> TokenSums:
-        """Return the numbers (8,) of one micro-batch, in the order of the fields."""
+        """Return the numbers (7,) of one micro-batch, in the order of the fields."""
         return cls(*sums.tolist())
 
     def __add__(self, other: TokenSums) -> TokenSums:
@@ -249,6 +244,7 @@ class Updater:
         Raises:
             DeviceError: No own row fits into memory.
         """
+        forget_merged(self._policy)  # activations need the memory
         selection = RowSelection(*trained(rows, self._cfg))
         for group in self.optimizer.param_groups:
             group["lr"] = self._cfg.learning_rate if rate is None else rate
@@ -294,9 +290,6 @@ class Updater:
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
         finite = norm is None or bool(torch.isfinite(norm))
-        factor = rate_factor(self._cfg.options, total.effective)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
         stepped = self._apply(finite)
         scaled = self._policy.accelerator.scaler is not None
         # If only the gradient is not finite, the loss scale was too large.
@@ -305,7 +298,6 @@ class Updater:
             stepped=stepped,
             skipped="" if stepped else cause,
             loss=_finite(total.loss),
-            clip_fraction=_finite(total.clipped / tokens),
             kl=_finite(total.kl / tokens) if self._cfg.beta > 0 else None,
             entropy=_finite(total.entropy / tokens),
             grad_norm=float(norm) if norm is not None and finite else None,
@@ -313,7 +305,6 @@ class Updater:
             effective_own=own.effective,
             effective_external=external.effective,
             own_gap=_finite(own.gap / own.tokens) if own.tokens else None,
-            rate_factor=factor,
         )
 
     def accumulate(
@@ -340,19 +331,13 @@ class Updater:
             # (n, T)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
             mask = batch.sampled_mask.to(logprobs.device)
-            sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
-            recorded = _padded([rows.recorded(i) for i in indices], logprobs)
-            old, weights = against_sampler(
-                logprobs,
-                recorded,
-                sampled,
-                rows.weights[indices].to(logprobs.device),
-                mask,
-                *own_correction(self._cfg.options),
+            sampler = _padded([rows.sampler_logprobs[i] for i in indices], logprobs)
+            weights = rows.weights[indices].to(logprobs.device).unsqueeze(1)
+            weights = weights * importance_weights(
+                logprobs, sampler, mask, own_correction(self._cfg.options)
             )
             out = policy_loss(
                 logprobs,
-                old,
                 rows.advantages[indices].to(logprobs.device),
                 mask,
                 objective,
@@ -362,11 +347,10 @@ class Updater:
             )
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
-            gap = ((logprobs.detach() - recorded).abs() * mask * sampled.unsqueeze(1)).sum()
+            gap = ((logprobs.detach() - sampler).abs() * mask).sum()
             sums = torch.stack(
                 [
                     out.loss.detach(),
-                    out.clip_fraction * tokens,
                     out.kl * tokens,
                     (entropy * mask).sum(),
                     tokens,
@@ -451,6 +435,8 @@ class Updater:
         if finite or scaled:
             with self.lock:
                 self._accelerated.step()
+                # A fused step does not; `merged_weights` compares the counters.
+                torch.autograd.graph.increment_version(self._policy.trainable_parameters())
         self._accelerated.zero_grad()
         return finite and not (scaled and self._accelerated.step_was_skipped)
 

@@ -25,25 +25,15 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, Probe, norm
-from swarmnode.averaging.outer import (
-    OuterState,
-    SlowWeights,
-    Tensors,
-    host_copy,
-    unmoved,
-)
-from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import StateError
+from swarmnode.latest import Latest
 from swarmnode.link.messages import WeightsReport
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights_worker import (
@@ -62,8 +52,25 @@ from swarmnode.trainer.weights_worker import (
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.local import AVERAGED, writing_seconds
-from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, make_rule, next_outer_step
+from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import (
+    NORM_RATIO,
+    AveragingGate,
+    Examination,
+    Losses,
+    Probe,
+    norm,
+)
+from swarmnode.weights.trainer.outer import (
+    OuterState,
+    SlowWeights,
+    Tensors,
+    host_copy,
+    unmoved,
+)
+from swarmnode.weights.trainer.payload_files import PayloadFiles
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +92,7 @@ class Adoption:
     """Held-out reward before the adoption."""
     slow: SlowWeights
     """φ and δ before the adoption."""
-    outer_steps: list[int]
+    outer_clocks: list[int]
     """Outer step counters before the adoption."""
 
 
@@ -111,12 +118,11 @@ class Replica:
     ) -> None:
         if cfg.rule == "off":
             raise ValueError("weights.rule is off: there is no replica")
-        self._rule = cfg.rule
         self._adapter = adapter
         self._send = send
         self._probe = probe
-        outer = OuterState(tensors.parameters, make_rule(cfg.rule))
-        schedule = OuterSchedule(cfg.sync_every, len(tensors.parts))
+        outer = OuterState(tensors.parameters)
+        schedule = OuterSchedule(cfg.sync_every, len(tensors.parts), tensors.blocks)
         self._parts = ReplicaParts(
             tensors,
             outer,
@@ -125,7 +131,7 @@ class Replica:
             AveragingGate(grows=adapter is not None),
             schedule,
         )
-        self._lags: OrderedDict[str, int] = OrderedDict()
+        self._lags = Latest[str, int](RECENT_PARTNERS)
         """Outer steps by which each recent partner claimed to be behind this node."""
         self._adoption: Adoption | None = None
         self._settled = threading.Event()
@@ -133,17 +139,14 @@ class Replica:
         self._distance: float | None = None
         self._stalled = 0.0
         self.set_counters(counters)
-        trains_a = adapter is not None and adapter.a_seed is None
-        self._worker = AveragingWorker(
-            self._parts, PayloadFiles(data_dir / local.DIRECTORY), trains_a, send
-        )
+        self._worker = AveragingWorker(self._parts, PayloadFiles(data_dir / local.DIRECTORY), send)
 
     # ---- start -----------------------------------------------------------------------------------
 
     def set_counters(self, counters: Counters) -> None:
         """Store the numbers that must survive a restart in `counters`."""
         self._parts.counters = counters
-        count = len(self._parts.tensors.parts)
+        count = len(self._parts.tensors.blocks)
         if len(counters.outer_clocks) != count:
             counters.outer_clocks = [max(counters.outer_clocks, default=0)] * count
 
@@ -172,10 +175,15 @@ class Replica:
         return local.ReplicaFacts(
             tensors.layout,
             len(tensors.parts),
-            list(self._parts.counters.outer_clocks),
+            self.outer_steps(),
             fresh,
             self._adapter,
         )
+
+    def outer_steps(self) -> list[int]:
+        """Return the outer steps of each fragment: of its block with the fewest."""
+        parts = self._parts
+        return [parts.outer_step(spec.name for spec in part) for part in parts.tensors.parts]
 
     def wait_for_state(self, seconds: float, late: float = math.inf) -> bool:
         """Wait at most `seconds`; return True if the wait for a neighbour's state is over.
@@ -224,20 +232,14 @@ class Replica:
         changed = False
         while self._worker.arrived:
             changed |= self._dispatch(self._worker.arrived.popleft())
-        if stepped and (due := self._parts.schedule.due(self._parts.counters.step)) is not None:
-            if connected and self._parts.tensors.parts[due]:
-                left = fragments.blocks_of(self._parts.schedule.left(due))
-                self._send(
-                    local.OuterStepDue(
-                        due,
-                        self._parts.counters.outer_clocks[due],
-                        self._parts.counters.step,
-                        step_seconds,
-                        left,
-                    )
-                )
+        step = self._parts.counters.step
+        if stepped and (due := self._parts.schedule.due(step)) is not None:
+            fragment, blocks = due[0], fragments.pack(due[1])
+            if connected:
+                outer_step = self.outer_steps()[fragment]
+                self._send(local.OuterStepDue(fragment, outer_step, step, step_seconds, blocks))
             else:
-                self._worker.submit(local.SoloStep(due))
+                self._worker.submit(local.SoloStep(fragment, blocks))
         self._parts.counters.policy_version += int(changed)
         self._stalled += time.monotonic() - started
         return changed
@@ -271,24 +273,17 @@ class Replica:
             # The partner receives this node's weights; this node takes a solo step.
             if examined.outcome == "lagging":
                 self._note_claim(swap)
-                taken = self._parts.schedule.takes(swap.fragment, swap.snapshot)
-                self._schedule_step(swap, "lagging", {name: swap.snapshot[name] for name in taken})
+                self._schedule_step(swap, "lagging", {})
             else:
                 self._end(swap, swap.session, examined.outcome)
         elif found.mean is None:
             self._decide(swap, found, None)
         else:
             self._note_claim(swap)
-            taken = self._parts.schedule.takes(swap.fragment, found.mean)
-            mine, mean = (
-                {name: found.mine[name] for name in taken},
-                {name: found.mean[name] for name in taken},
-            )
-            found = dataclasses.replace(found, mine=mine, mean=mean)
             answer = lambda losses: self._worker.arrived.append(
                 AverageMeasured(swap.session, found, losses)
             )
-            if not self._probe.measure(mine, mean, answer):
+            if not self._probe.measure(dict(found.mine), found.mean, answer):
                 log.info(
                     "rejected weights of %s: too few own completions to probe them",
                     swap.peer,
@@ -299,10 +294,7 @@ class Replica:
         """Record the partner's claimed outer step. Correct this node's counters if the recent
         partners show that they are too large."""
         counters, lags = self._parts.counters, self._lags
-        lags.pop(swap.peer, None)
         lags[swap.peer] = swap.outer_step - (swap.their_outer_step or 0)
-        if len(lags) > RECENT_PARTNERS:
-            lags.popitem(last=False)
         wrong = counter_excess(lags.values())
         if wrong:
             corrected = [max(0, clock - wrong) for clock in counters.outer_clocks]
@@ -313,7 +305,8 @@ class Replica:
             )
             with self._parts.tensors.lock:
                 counters.outer_clocks = corrected
-            self._lags = OrderedDict((peer, lag - wrong) for peer, lag in lags.items())
+            for peer in list(lags):
+                lags[peer] -= wrong
 
     def _on_losses(self, measured: AverageMeasured) -> None:
         swap = self._parts.swaps.get(measured.session)
@@ -337,23 +330,12 @@ class Replica:
             self._distance = found.relative_distance  # meaningful for accepted weights only
             self._schedule_step(swap, decision.outcome, decision.mean)
 
-    def _schedule_step(self, swap: TrainerSwap, outcome: str, taken: Tensors) -> None:
-        """Have the worker prepare the outer step.
-
-        Args:
-            taken: Tensors that the outer step includes at least: averages if `outcome` is in
-                AVERAGED, otherwise this node's weights.
-        """
+    def _schedule_step(self, swap: TrainerSwap, outcome: str, mean: Tensors) -> None:
+        """Have the worker prepare the outer step: with `mean` if `outcome` is in AVERAGED,
+        otherwise with this node's weights."""
         swap = dataclasses.replace(swap, outcome=outcome)
         if self._parts.swaps.update(swap):
-            mean = taken if outcome in AVERAGED else {}
-            leaves = self._parts.schedule.leaves(swap.fragment, taken)
-            alone = {
-                name: theta
-                for name, theta in swap.snapshot.items()
-                if name not in mean and (name in taken or not leaves)
-            }
-            self._worker.submit(PrepareStep(swap, mean, alone))
+            self._worker.submit(PrepareStep(swap, mean if outcome in AVERAGED else {}))
         else:
             self._end(None, swap.session, "local")
 
@@ -369,7 +351,7 @@ class Replica:
         elif swap.outcome in AVERAGED:
             counters.revert = counters.revert.committed(swap.peer)
         counters.exchanges_total += 1
-        outer_step = counters.outer_clocks[swap.fragment]
+        outer_step = self.outer_steps()[swap.fragment]
         self._send(
             local.SwapEnded(
                 swap.session,
@@ -390,59 +372,40 @@ class Replica:
         """
         self._parts.swaps.pop(session)
         fragment, peer = (swap.fragment, swap.peer) if swap is not None else (0, "")
-        self._send(
-            local.SwapEnded(
-                session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]
-            )
-        )
+        outer_step = self.outer_steps()[fragment]
+        self._send(local.SwapEnded(session, fragment, peer, outcome, False, outer_step))
 
     def _record(self, swap: TrainerSwap) -> None:
         """Take a solo step, which changes φ and δ but no weight, unless φ has changed since it was
         prepared."""
-        # A pipeline stage may hold no layer of the fragment.
-        if self._step(swap) and swap.snapshot:
+        if self._step(swap):
             self._parts.counters.solo_steps_total += 1
 
     def _step(self, swap: TrainerSwap) -> bool:
-        """Take a prepared outer step: all tensors of a swap, or the tensors of a solo step
-        that no swap has taken since.
-
-        Returns:
-            False, without effect, if φ has changed since the copy was made, or if tensors that the
-            swap does not include have become due.
-        """
-        parts, clocks, fragment, prepared = (
-            self._parts,
-            self._parts.counters.outer_clocks,
-            swap.fragment,
-            swap.prepared,
-        )
-        held = parts.tensors.names(fragment)
-        if prepared is None:
+        """Take a prepared outer step of a swap's or a solo step's blocks. Return False, without
+        effect, if φ has changed since the copy was made."""
+        parts, averaged = self._parts, swap.outcome in AVERAGED
+        if swap.prepared is None:
             return False
-        if not swap.session:
-            prepared = prepared.of(parts.schedule.takes(fragment, prepared.phi))
-        if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
-            return False
-        rest = parts.schedule.is_rest(fragment, prepared.phi)
-        averaged = swap.outcome in AVERAGED
+        blocks = {fragments.block_of(name) for name in swap.snapshot}
         with parts.tensors.lock:
-            if not parts.outer.take(prepared, completes_last=rest, solo=not averaged):
+            if not parts.outer.take(swap.prepared, solo=not averaged):
                 return False
             if averaged:
-                parts.outer.merge_parameters(
-                    parts.tensors.parameters,
-                    {name: swap.snapshot[name] for name in prepared.phi},
-                )
-            clocks[fragment] = next_outer_step(clocks[fragment], swap.their_outer_step) - int(rest)
-            parts.swaps.drop_fragment(fragment)
-            parts.schedule.stepped(fragment, prepared.phi, held, parts.counters.step)
+                parts.outer.merge_parameters(parts.tensors.parameters, swap.snapshot)
+            clocks = zip(parts.tensors.blocks, parts.counters.outer_clocks, strict=True)
+            parts.counters.outer_clocks = [
+                next_outer_step(clock, swap.their_outer_step) if block in blocks else clock
+                for block, clock in clocks
+            ]
+            parts.swaps.drop_fragment(swap.fragment)
+            parts.schedule.stepped(blocks, parts.counters.step)
         return True
 
     # ---- a neighbour's state ---------------------------------------------------------------------
 
     def _adopt(self, read: StateRead) -> bool:
-        parts, outcome = self._parts, read.outcome
+        outcome = read.outcome
         if not outcome:
             outcome = self._become(
                 read,
@@ -451,7 +414,7 @@ class Replica:
                     {name: torch.zeros_like(phi) for name, phi in read.tensors.items()},
                 ),
             )
-        self._send(local.StateAdopted(read.peer, outcome, list(parts.counters.outer_clocks)))
+        self._send(local.StateAdopted(read.peer, outcome, self.outer_steps()))
         if outcome == "adopted":
             log.info("adopted the state of %s, %d outer steps", read.peer, read.outer_step)
             self._settled.set()
@@ -537,9 +500,9 @@ class Replica:
         with parts.tensors.lock:
             parts.outer.adopt(parts.tensors.parameters, adoption.slow)
             parts.swaps.clear()
-        parts.counters.outer_clocks = adoption.outer_steps
+        parts.counters.outer_clocks = adoption.outer_clocks
         parts.counters.policy_version += 1
-        self._send(local.StateAdopted(adoption.peer, "worse", list(adoption.outer_steps)))
+        self._send(local.StateAdopted(adoption.peer, "worse", self.outer_steps()))
 
     def _revert(self, peers: tuple[str, ...]) -> bool:
         parts = self._parts
@@ -563,8 +526,7 @@ class Replica:
             self._parts.counters,
         )
         return WeightsReport(
-            rule=self._rule,
-            fragments=len(counters.outer_clocks),
+            fragments=len(self._parts.tensors.parts),
             outer_step=min(counters.outer_clocks),
             exchanges_total=counters.exchanges_total,
             solo_steps_total=counters.solo_steps_total,

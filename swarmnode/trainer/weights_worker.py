@@ -16,26 +16,34 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from swarmnode.averaging import codecs, lora
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, Prepared, SlowWeights, Tensors, prepare
-from swarmnode.averaging.payload_files import PayloadFiles, mapped
 from swarmnode.errors import BadMessage
+from swarmnode.latest import Latest
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
-from swarmnode.weights.fragments import blocks_of
+from swarmnode.weights.fragments import block_of, blocks_of
 from swarmnode.weights.layout import Layout
 from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
+from swarmnode.weights.trainer import codecs
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import AveragingGate, Examination, Losses, norm
+from swarmnode.weights.trainer.outer import (
+    OuterState,
+    Prepared,
+    SlowWeights,
+    Tensors,
+    host_copy,
+    prepare,
+)
+from swarmnode.weights.trainer.payload_files import PayloadFiles, mapped
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +61,17 @@ state."""
 
 @dataclass(frozen=True)
 class TrainerSwap:
-    """The trainer's state of one swap of a fragment, or of a solo step."""
+    """The trainer's state of one swap of some blocks, or of a solo step."""
 
     session: bytes
     """Id of the swap; empty for a solo step."""
     fragment: int
     snapshot: Tensors
-    """This node's weights of the fragment at the time of the copy, float32 on the host."""
-    shared: Tensors
-    """The subset of `snapshot` that the partner holds too."""
+    """This node's weights of the blocks at the time of the copy, float32 on the host."""
     slow: SlowWeights
     """φ and δ at the time of the copy."""
     outer_step: int
-    """Outer steps that the fragment had taken. If the swap takes only tensors that the last
-    partner did not hold, the last step is not counted."""
+    """`ReplicaParts.outer_step` of the blocks."""
     peer: str = ""
     their_outer_step: int | None = None
     """The partner's claim."""
@@ -81,7 +86,7 @@ class SwapTable:
     must not be applied. All methods are thread-safe."""
 
     def __init__(self) -> None:
-        self._swaps: OrderedDict[bytes, TrainerSwap] = OrderedDict()
+        self._swaps = Latest[bytes, TrainerSwap](MOST_SWAPS)
         self._dropped: deque[bytes] = deque(maxlen=DROPPED)
         self._lock = threading.Lock()
 
@@ -92,8 +97,6 @@ class SwapTable:
             if swap.session in self._dropped:
                 return
             self._swaps[swap.session] = swap
-            while len(self._swaps) > MOST_SWAPS:
-                self._swaps.popitem(last=False)
 
     def get(self, session: bytes) -> TrainerSwap | None:
         with self._lock:
@@ -153,34 +156,26 @@ class ReplicaParts:
     schedule: OuterSchedule
     """Changed by the trainer's thread; the remaining tensors under `tensors.lock`."""
 
-    def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> TrainerSwap:
-        """Return a new swap with a copy of the weights of `fragment`. With a session, add it to
+    def outer_step(self, names: Iterable[str]) -> int:
+        """Return the number of outer steps of the block with the fewest, among the blocks of these
+        tensors. Without tensors, among all."""
+        blocks, clocks = {block_of(name) for name in names}, self.counters.outer_clocks
+        of_each = zip(self.tensors.blocks, clocks, strict=True)
+        return min((clock for block, clock in of_each if block in blocks), default=min(clocks))
+
+    def copy(self, session: bytes, fragment: int, blocks: bytes) -> TrainerSwap:
+        """Return a new swap with a copy of the weights of some blocks. With a session, add it to
         the table. Waits for an optimizer step in progress.
 
         Args:
             session: Session of the swap; empty for a solo step.
-            blocks: Packed list of the layers that the partner holds; None without a partner.
+            blocks: Blocks of the fragment, as a bitmask (`fragments.pack`).
         """
         with self.tensors.lock:
-            slow, snapshot = (
-                self.outer.slow(self.tensors.names(fragment)),
-                self.tensors.copy(fragment),
-            )
-            shared = (
-                snapshot
-                if blocks is None
-                else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
-            )
-            # The rest of an outer step that was counted already.
-            rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))
-            swap = TrainerSwap(
-                session,
-                fragment,
-                snapshot,
-                shared,
-                slow,
-                max(0, self.counters.outer_clocks[fragment] - int(rest)),
-            )
+            names = self.tensors.shared(fragment, blocks)
+            snapshot = host_copy(self.tensors.parameters, names)
+            slow, outer_step = self.outer.slow(names), self.outer_step(names)
+            swap = TrainerSwap(session, fragment, snapshot, slow, outer_step)
             if session:
                 self.swaps.put(swap)
         return swap
@@ -195,9 +190,7 @@ class PrepareStep:
 
     swap: TrainerSwap
     mean: Tensors
-    """θ̄ of the tensors that are averaged."""
-    alone: Tensors
-    """θ of the tensors that take a solo step."""
+    """θ̄ of its tensors; empty for a solo step."""
 
 
 Job = (
@@ -266,7 +259,6 @@ class AveragingWorker:
     """Thread that does the slow work of averaging.
 
     Args:
-        trains_a: True if adapters are averaged with their A matrices.
         send: Sends a message to the network process; called from any thread.
     """
 
@@ -274,7 +266,6 @@ class AveragingWorker:
         self,
         parts: ReplicaParts,
         files: PayloadFiles,
-        trains_a: bool,
         send: Callable[[local.FromTrainer], None],
     ) -> None:
         self.arrived: deque[Arrival] = deque()
@@ -285,7 +276,6 @@ class AveragingWorker:
         """Total time of copies, an upper bound of the time for which they blocked the optimizer."""
         self._parts = parts
         self._files = files
-        self._trains_a = trains_a
         self._send = send
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -326,10 +316,9 @@ class AveragingWorker:
                     self.arrived.append(self._examine(job))
             case PrepareStep():
                 self.arrived.append(StepPrepared(self._prepared(job)))
-            case local.SoloStep(fragment):
+            case local.SoloStep(fragment, blocks):
                 if self._holds(fragment):
-                    swap = self._copy(b"", fragment)
-                    step = PrepareStep(swap, {}, swap.snapshot)
+                    step = PrepareStep(self._copy(b"", fragment, blocks), {})
                     self.arrived.append(StepPrepared(self._prepared(step)))
             case local.WriteState():
                 self._write_state()
@@ -339,23 +328,23 @@ class AveragingWorker:
     def _holds(self, fragment: int) -> bool:
         return 0 <= fragment < len(self._parts.tensors.parts)
 
-    def _copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> TrainerSwap:
+    def _copy(self, session: bytes, fragment: int, blocks: bytes) -> TrainerSwap:
         began = time.monotonic()
         swap = self._parts.copy(session, fragment, blocks)
         self.copy_seconds += time.monotonic() - began
         return swap
 
     def _prepared(self, step: PrepareStep) -> TrainerSwap:
-        swap = step.swap
-        prepared = prepare(self._parts.outer.rule, swap.slow, step.mean, step.alone)
+        swap, solo = step.swap, {} if step.mean else step.swap.snapshot
+        prepared = prepare(self._parts.outer.rule, swap.slow, step.mean, solo)
         return dataclasses.replace(swap, prepared=prepared)
 
     def _publish(self, swap: TrainerSwap) -> None:
-        learnt = norm(swap.shared, minus=swap.slow.phi)
-        data = self._parts.tensors.encode(swap.fragment, swap.shared, learnt)
+        learnt = norm(swap.snapshot, minus=swap.slow.phi)
+        data = self._parts.tensors.encode(swap.fragment, swap.snapshot, learnt)
         if self._parts.swaps.is_dropped(swap.session):
             return
-        path, blocks = self._files.write([data]), blocks_of(swap.shared)
+        path, blocks = self._files.write([data]), blocks_of(swap.snapshot)
         self._send(
             local.SnapshotWritten(swap.session, swap.fragment, path, swap.outer_step, blocks)
         )
@@ -373,7 +362,7 @@ class AveragingWorker:
         if not self._parts.swaps.update(swap):
             return PayloadExamined(session, None, "local")
         try:
-            theirs = self._parts.tensors.decode(swap.fragment, mapped(message.path), swap.shared)
+            theirs = self._parts.tensors.decode(swap.fragment, mapped(message.path), swap.snapshot)
         except BadMessage as bad:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
@@ -383,14 +372,12 @@ class AveragingWorker:
         self.lag = float(swap.outer_step - message.outer_step)
         if too_far_behind(self.lag):
             return PayloadExamined(session, None, "lagging")
-        if self._trains_a and not lora.residual(swap.shared, theirs).allowed:
-            return PayloadExamined(session, None, "lora_residual")
         found = self._parts.gate.examine(
             swap.peer,
-            swap.shared,
+            swap.snapshot,
             theirs,
             weight=mixing_weight(self.lag),
-            moved=norm(swap.shared, minus=swap.slow.phi),
+            moved=norm(swap.snapshot, minus=swap.slow.phi),
             probation=self._parts.counters.probation,
         )
         return PayloadExamined(session, found)

@@ -1,6 +1,6 @@
-"""NoLoCo (arXiv 2506.10911) in the network process: choice of partners, swaps, and transfers of
-weights.
+"""NoLoCo (arXiv 2506.10911): averaging of weights with one random partner.
 
-Nothing here imports torch. `averaging/` computes with the tensors in the trainer. Read
-`exchange.py` first, then `trainer/weights.py`, `averaging/gate.py` and `averaging/outer.py`.
+`network/` chooses partners, swaps and transfers in the network process, without torch. `trainer/`
+computes with the tensors. Read `network/swaps.py` first, then `swarmnode/trainer/weights.py`,
+`trainer/gate.py` and `trainer/outer.py`.
 """

@@ -1,7 +1,7 @@
 """Fingerprints: 32 bytes that are equal on two nodes that may average their weights. No torch.
 
 Equal shapes are not enough: the mean of two different models, or of two LoRA adapters with
-different seeds, is useless. Nodes with different fingerprints still share rollouts. A fingerprint
+another scale, is useless. Nodes with different fingerprints still share rollouts. A fingerprint
 does not cover device, learning rate, outer rule and codec, in which replicas may differ. It does
 not cover the layers that a node holds either: partners average the blocks that both hold.
 """
@@ -31,8 +31,6 @@ class LoraShape(msgspec.Struct, frozen=True, array_like=True):
     alpha: int
     target_modules: tuple[str, ...]
     """Sorted."""
-    a_seed: int | None
-    """Seed of the frozen matrix A; None if A is trained and averaged."""
 
 
 def fingerprint(

@@ -2,9 +2,10 @@
 
 A *block* is one layer, the tensors before all layers, or the tensors after them. Its number follows
 from the names of its tensors in the whole model, so it is the same in every crew, whatever stages
-the crew has. A *fragment* is a set of blocks with strided layers, as in Streaming DiLoCo (arXiv
-2501.18512). With P fragments, fragment f has the layers f, f + P, f + 2P, …. Two partners average
-the blocks of a fragment that both hold.
+the crew has. A block is the unit of averaging, and has its own outer steps. A *fragment* is a set
+of blocks that are due together, with strided layers, as in Streaming DiLoCo (arXiv 2501.18512).
+With P fragments, fragment f has the layers f, f + P, f + 2P, …. A stage averages the blocks that it
+holds.
 """
 
 from __future__ import annotations

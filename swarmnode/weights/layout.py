@@ -9,14 +9,11 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Codec = Literal["int4", "int8", "bfloat16", "float32"]
+Codec = Literal["int8", "bfloat16", "float32"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 """Ordered by the size of a payload."""
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
-SMALL_BLOCK: Final = 64
-"""Elements that share one scale in the int4 codec. The steps of int4 are coarser, so fewer elements
-share one."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -65,8 +62,6 @@ def body_bytes(spec: TensorSpec, codec: Codec) -> int:
         return 4 * spec.elements
     if codec == "bfloat16":
         return 2 * spec.elements
-    if codec == "int4":
-        return 2 * -(-spec.elements // SMALL_BLOCK) + -(-spec.elements // 2)
     return spec.elements + 4 * -(-spec.elements // BLOCK)
 
 

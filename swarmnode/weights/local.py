@@ -64,7 +64,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     layout: Layout
     fragments: int
     outer_steps: list[int]
-    """Outer steps taken, by fragment."""
+    """Outer steps taken, by fragment: of the block with the fewest."""
     fresh: bool
     """True if the replica has neither trained nor averaged, so that it can take a neighbour's
     state."""
@@ -100,7 +100,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
 
 
 class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
-    """An outer step of a fragment is due."""
+    """An outer step of some blocks of a fragment is due."""
 
     fragment: int
     outer_step: int
@@ -111,8 +111,8 @@ class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     step_seconds: float
     """Duration of the last training step, for the time limits of a swap until the pace is
     measured."""
-    blocks: bytes = b""
-    """The due blocks of the fragment, as a bitmask (`fragments.pack`); empty for all of them."""
+    blocks: bytes
+    """The due blocks, as a bitmask (`fragments.pack`)."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
@@ -124,9 +124,9 @@ class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
     path: str
     """Empty if the copy could not be written."""
     outer_step: int
-    """Outer steps that the fragment had taken when it was copied."""
+    """Outer steps that the blocks had taken when they were copied."""
     blocks: bytes = b""
-    """Blocks of the fragment in the copy, as a bitmask (`fragments.pack`)."""
+    """Blocks in the copy, as a bitmask (`fragments.pack`)."""
 
 
 class SwapEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
@@ -179,7 +179,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
     session: bytes
     fragment: int
     blocks: bytes
-    """Blocks that both nodes hold, of any fragment, as a bitmask (`fragments.pack`)."""
+    """The swapped blocks of the fragment, as a bitmask (`fragments.pack`)."""
 
 
 class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
@@ -202,9 +202,11 @@ class DropSwap(msgspec.Struct, frozen=True, tag="weights_drop"):
 
 
 class SoloStep(msgspec.Struct, frozen=True, tag="weights_solo"):
-    """Take the outer step of a fragment without a partner."""
+    """Take the outer step of some blocks of a fragment without a partner."""
 
     fragment: int
+    blocks: bytes
+    """As in `TakeSnapshot`."""
 
 
 class WriteState(msgspec.Struct, frozen=True, tag="weights_write_state"):
@@ -254,7 +256,6 @@ OUTCOMES: Final[dict[str, float]] = {
     "norm_ratio": PROOF,
     "too_far": 0.0,
     "probe": 0.0,
-    "lora_residual": 0.0,
     "reverted": 0.0,
     "own_not_finite": 0.0,  # this node's weights are not finite
     "local": 0.0,  # the file is missing, or this node's φ changed during the swap
@@ -263,7 +264,7 @@ OUTCOMES: Final[dict[str, float]] = {
 
 OWN_FAULTS: Final = frozenset(("own_not_finite", "local"))
 """Outcomes that are this node's fault. All others without a commit lengthen the partner's backoff
-(`exchange.PeerBackoff`)."""
+(`network.swaps.PeerBackoff`)."""
 AVERAGED: Final = frozenset(("accepted", "clipped"))
 """Outcomes with a partner's weights averaged into this node's."""
 

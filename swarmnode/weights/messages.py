@@ -30,12 +30,12 @@ class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
     outer_step: int
     """The sender's outer step counter. Used only to compute lag."""
     blocks: bytes = b""
-    """All blocks of the sender, packed by `fragments.pack`, 1 to 128 bytes; here and below."""
+    """All blocks of the sender, packed by `fragments.pack`, 1 to 128 bytes."""
 
 
 class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swap"):
-    """Request to average a fragment with the sender. Answered at once by Accepted, Busy or
-    Refused."""
+    """Request to average some blocks of a fragment with the sender. Answered at once by Accepted,
+    Busy or Refused."""
 
     id: bytes
     """Id of the swap: 16 random bytes, never used before."""
@@ -43,6 +43,7 @@ class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swap"):
     fragment: int
     outer_step: int
     blocks: bytes = b""
+    """Blocks that are due, packed as above."""
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
@@ -51,6 +52,7 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="acc
     id: bytes
     outer_step: int
     blocks: bytes = b""
+    """The subset of the requested blocks that is swapped."""
 
 
 class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):

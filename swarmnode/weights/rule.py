@@ -1,10 +1,10 @@
-"""The outer rule: its parameters and their stable range, the weight of a lagging partner, and the
-outer step counter. No torch.
+"""The outer rule: its parameters, the weight of a lagging partner, and the outer step counter. No
+torch.
 
     θ̄ = θ_i + w (θ_j − θ_i) ;  δ ← α δ + β (θ̄ − φ) ;  φ ← φ + δ ;  θ ← φ
 
 This is NoLoCo (arXiv 2506.10911, equations 1 to 3) with γ = β, in which case the slow weights φ of
-the partner cancel and only θ has to travel. `gossip` is the same rule with α = 0 and β = 1.
+the partner cancel and only θ has to travel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Final
 
 import msgspec
 
-ALPHA: Final = 0.5
-BETA: Final = 0.7
 LARGEST_OUTER_STEP: Final = 10**8
 """Largest plausible outer step counter: one step per second for three years. A new node ignores a
 state with a larger one."""
@@ -29,45 +27,20 @@ still receives this node's weights."""
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Parameters of the outer step. `make_rule` checks them."""
+    """Parameters of the outer step.
 
-    name: str
+    Replicas diverge unless 0 ≤ α < 1 and 0 < β < 2(1 − α²). The bound follows from the second
+    moments of disagreement and momentum, averaged over random pairs. The bound of the paper (its
+    equation 74) is neither necessary nor sufficient.
+    """
+
     alpha: float
     """Momentum of δ."""
     beta: float
     """Outer learning rate."""
 
 
-def make_rule(name: str = "noloco", alpha: float = ALPHA, beta: float = BETA) -> Rule:
-    """Return the rule `name`; `alpha` and `beta` apply to NoLoCo only.
-
-    Raises:
-        ValueError: The name is unknown, or the pair is unstable.
-    """
-    if name == "gossip":
-        return Rule(name, 0.0, 1.0)
-    if name != "noloco":
-        raise ValueError(f"no outer rule {name!r}: noloco or gossip")
-    check_stability(alpha, beta)
-    return Rule(name, alpha, beta)
-
-
-def check_stability(alpha: float, beta: float) -> None:
-    """Check that 0 ≤ α < 1 and 0 < β < 2(1 − α²). Outside of this range, replicas diverge.
-
-    The bound follows from the second moments of disagreement and momentum, averaged over random
-    pairs. The bound of the paper (its equation 74) is neither necessary nor sufficient.
-
-    Raises:
-        ValueError: A parameter is out of range.
-    """
-    if not 0 <= alpha < 1:
-        raise ValueError(f"outer momentum alpha must be in [0, 1), not {alpha}")
-    bound = 2 * (1 - alpha**2)
-    if not 0 < beta < bound:
-        raise ValueError(
-            f"beta {beta} with alpha {alpha} makes replicas diverge: it must be in (0, {bound:.3g})"
-        )
+NOLOCO: Final = Rule(alpha=0.5, beta=0.7)
 
 
 def mixing_weight(lag: float) -> float:

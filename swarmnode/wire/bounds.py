@@ -42,16 +42,13 @@ from swarmnode.wire.messages import (
     Envelope,
     ManifestRequest,
     ManifestResponse,
-    PeersRequest,
-    PeersResponse,
+    NeighboursRequest,
+    NeighboursResponse,
     RolloutGroup,
     RolloutRules,
     SamplingParams,
     Session,
-    SessionResponse,
     Summary,
-    SummaryRequest,
-    SummaryResponse,
     SwarmManifest,
     TaskRef,
 )
@@ -193,17 +190,28 @@ def _check_groups_response(response: GroupsResponse) -> None:
     )
 
 
-def _check_peers_request(request: PeersRequest) -> None:
+def _check_neighbours_request(request: NeighboursRequest) -> None:
     check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
     _check_addresses(request.addresses)
+    check_between("session", len(request.session), 0, limits.SIGNED_SESSION_BYTES)
+    check_between("summary", len(request.summary), 0, limits.SUMMARY_BYTES)
+    check_counter("used", request.used)
 
 
-def _check_peers_response(response: PeersResponse) -> None:
+def _check_neighbours_response(response: NeighboursResponse) -> None:
     check_length("swarm", response.swarm, limits.SWARM_ID_BYTES)
     check_between("peers", len(response.peers), 0, limits.PEERS)
     for peer in response.peers:
         check_name("peer", peer.peer, limits.PEER_ID_BYTES)
         _check_addresses(peer.addresses)
+    check_between("sessions", len(response.sessions), 0, limits.SESSIONS)
+    for session in response.sessions:
+        check_between("session", len(session), 1, limits.SIGNED_SESSION_BYTES)
+    check_between("summaries", len(response.summaries), 0, limits.SUMMARIES)
+    for summary in response.summaries:
+        check_between("summary", len(summary), 1, limits.SUMMARY_BYTES)
+    if response.successor:
+        check_length("successor", response.successor, limits.SWARM_ID_BYTES)
 
 
 def _check_addresses(addresses: list[str]) -> None:
@@ -272,35 +280,28 @@ def _check_manifest_response(response: ManifestResponse) -> None:
 
 
 def _check_session(session: Session) -> None:
-    check_length("session", session.session, limits.SESSION_BYTES)
+    check_length("id", session.id, limits.SESSION_BYTES)
     check_counter("started_at", session.started_at)
     check_counter("issued_at", session.issued_at)
-
-
-def _check_session_response(response: SessionResponse) -> None:
-    check_between("sessions", len(response.sessions), 0, limits.SESSIONS)
-    for session in response.sessions:
-        check_between("session", len(session), 1, limits.SESSION_REQUEST_BYTES)
 
 
 def _check_summary(summary: Summary) -> None:
     check_text("name", summary.name, 0, limits.SUMMARY_NAME_BYTES)
     check_name("version", summary.version, limits.MINIMUM_VERSION_BYTES)
-    for name in ("created_at", "uptime", "step", "policy_version", "published", "peers"):
+    counters = (
+        "created_at",
+        "uptime",
+        "step",
+        "policy_version",
+        "reward_step",
+        "published",
+        "peers",
+    )
+    for name in counters:
         check_counter(name, getattr(summary, name))
     check_finite("reward", summary.reward)
     if summary.reward != -1 and not 0 <= summary.reward <= 1:
         raise BadMessage("bounds", "reward is 0 to 1, or -1")
-
-
-def _check_summary_request(request: SummaryRequest) -> None:
-    check_between("summary", len(request.summary), 0, limits.SUMMARY_BYTES)
-
-
-def _check_summary_response(response: SummaryResponse) -> None:
-    check_between("summaries", len(response.summaries), 0, limits.SUMMARIES)
-    for summary in response.summaries:
-        check_between("summary", len(summary), 1, limits.SUMMARY_BYTES)
 
 
 def _check_bulk_manifest(manifest: BulkManifest) -> None:
@@ -348,16 +349,13 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     ListingResponse: _check_listing_response,
     GroupsRequest: _check_groups_request,
     GroupsResponse: _check_groups_response,
-    PeersRequest: _check_peers_request,
-    PeersResponse: _check_peers_response,
+    NeighboursRequest: _check_neighbours_request,
+    NeighboursResponse: _check_neighbours_response,
     SwarmManifest: _check_manifest,
     ManifestRequest: _check_manifest_request,
     ManifestResponse: _check_manifest_response,
     Session: _check_session,
-    SessionResponse: _check_session_response,
     Summary: _check_summary,
-    SummaryRequest: _check_summary_request,
-    SummaryResponse: _check_summary_response,
     BulkManifest: _check_bulk_manifest,
     BulkManifestRequest: _check_bulk_manifest_request,
     BulkManifestResponse: _check_bulk_manifest_response,

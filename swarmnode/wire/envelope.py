@@ -52,6 +52,11 @@ class Credentials:
     swarm: bytes
     """Swarm id, 32 bytes."""
 
+    @property
+    def peer(self) -> str:
+        """Peer id of the node."""
+        return peer_id(self.key.public_key().public_bytes_raw())
+
 
 def sign(
     payload: bytes,
@@ -121,8 +126,8 @@ def seal_session(session: Session, private_key: Ed25519PrivateKey, swarm: bytes)
 def open_session(frame: bytes, swarm: bytes) -> tuple[str, Session]:
     """Return the signer's peer id and the session. Raises BadMessage with a reason of
     `codec.DECODE_REASONS`, or "signature"."""
-    envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SESSION_REQUEST_BYTES)
-    return peer_id(envelope.key), decode(envelope.payload, Session, limits.SESSION_REQUEST_BYTES)
+    envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SIGNED_SESSION_BYTES)
+    return peer_id(envelope.key), decode(envelope.payload, Session, limits.SIGNED_SESSION_BYTES)
 
 
 def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""Identifiers of the wire protocol. protocol/registry.toml has the same table; a test compares
-both."""
+"""Identifiers of the wire protocol. protocol/registry.toml is generated from this
+file."""
 
 from __future__ import annotations
 
@@ -49,19 +49,13 @@ CHOICE_RULE = "/swarmnode/choice/1"
 """A rule, listed among the protocols in the manifest of a swarm whose members choose the difficulty
 of their questions."""
 
-PEERS_PROTOCOL = "/swarmnode/peers/1"
-"""Request/response: connected peers of the same swarm. Optional, so not in `PROTOCOLS`."""
+NEIGHBOURS_PROTOCOL = "/swarmnode/neighbours/1"
+"""Request/response: addresses of peers, other sessions of the requester's key, nodes' descriptions
+of themselves, a known successor. Optional, so not in `PROTOCOLS`."""
 
 MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 """Request/response: a manifest by its swarm id, and its successor. Used before joining, so not in
 `PROTOCOLS`."""
-
-SESSION_PROTOCOL = "/swarmnode/session/1"
-"""Request/response: this process's session, and other sessions of the same key. Not in
-`PROTOCOLS`."""
-
-SUMMARY_PROTOCOL = "/swarmnode/summary/1"
-"""Request/response: nodes' descriptions of themselves, for display. Not in `PROTOCOLS`."""
 
 BULK_PROTOCOL = "/swarmnode/bulk/1"
 """A stream of chunks. Optional for a node without content to offer, so not in `PROTOCOLS`."""

@@ -1,5 +1,5 @@
-"""Limits in bytes, counts and seconds. protocol/registry.toml has the same table; a test compares
-both.
+"""Limits in bytes, counts and seconds. protocol/registry.toml is
+generated from this file.
 
 Sizes are checked before decoding, declared sizes before decompression, everything else right after
 decoding.
@@ -23,30 +23,25 @@ PULLED = 16
 GROUPS_REQUEST_BYTES = 560
 GROUPS_RESPONSE_BYTES = GROUP_BYTES + 512
 """Envelopes of GROUP_BYTES in total, and the maps around them."""
-PEERS_REQUEST_BYTES = 4 * 1024
-"""Maximum size of a peers request."""
-PEERS_RESPONSE_BYTES = 64 * 1024
-"""Maximum size of a peers response."""
+NEIGHBOURS_REQUEST_BYTES = 4 * 1024
+NEIGHBOURS_RESPONSE_BYTES = 72 * 1024
 PEERS = 32
-"""Maximum number of peers in a peers response."""
+"""Maximum number of peers in a neighbours response."""
 PEER_ADDRESSES = 8
-"""Maximum number of addresses of one peer in a peers request or response."""
+"""Maximum number of addresses of one peer in a neighbours request or response."""
+SESSIONS = 4
+"""Maximum number of sessions in a neighbours response."""
+SIGNED_SESSION_BYTES = 512
+"""Maximum size of a signed session."""
+SUMMARIES = 8
+"""Maximum number of summaries in a neighbours response."""
+SUMMARY_BYTES = 512
+"""Maximum size of a signed summary."""
 MANIFEST_BYTES = 64 * 1024
 """Maximum size of a signed manifest with its envelope."""
 MANIFEST_REQUEST_BYTES = 64
 MANIFEST_RESPONSE_BYTES = 2 * MANIFEST_BYTES + 64
 """A manifest and its successor, and the map around them."""
-SESSION_REQUEST_BYTES = 512
-"""Maximum size of a signed session."""
-SESSIONS = 4
-"""Maximum number of sessions in a session response."""
-SESSION_RESPONSE_BYTES = SESSIONS * (SESSION_REQUEST_BYTES + 4) + 32
-SUMMARY_BYTES = 512
-"""Maximum size of a signed summary."""
-SUMMARY_REQUEST_BYTES = SUMMARY_BYTES + 16
-SUMMARIES = 32
-"""Maximum number of summaries in a summary response."""
-SUMMARY_RESPONSE_BYTES = SUMMARIES * (SUMMARY_BYTES + 4) + 32
 SUMMARY_NAME_BYTES = 64
 """Maximum UTF-8 bytes of a node's name in its summary."""
 SUMMARY_SECONDS = 30.0

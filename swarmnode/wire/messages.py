@@ -102,19 +102,34 @@ class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Multiaddrs `/ip4|ip6/<address>/tcp/<port>`, without the peer id."""
 
 
-class PeersRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NeighboursRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swarm: bytes
     """32 bytes: the requester's swarm id."""
     addresses: list[str]
     """The requester's listening or announced addresses; the responder uses the ports with the IP
     address that it sees."""
+    session: bytes
+    """An envelope with the requester's session, signed now; empty if it sends none."""
+    summary: bytes
+    """An envelope with the requester's own summary; empty if it shares none."""
+    used: int
+    """Number of the responder's groups that the requester has trained on; 0 if it shares no
+    summary."""
 
 
-class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NeighboursResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swarm: bytes
-    """32 bytes: the responder's swarm id. `peers` is empty if it differs from the requester's."""
+    """32 bytes: the responder's swarm id. If it differs from the requester's, the lists are
+    empty."""
     peers: list[PeerAddresses]
-    """A random choice of the responder's connected peers of this swarm."""
+    """A random choice of the responder's connected peers."""
+    sessions: list[bytes]
+    """Envelopes: recent other sessions of the requester's key."""
+    summaries: list[bytes]
+    """Envelopes as received: a random choice of those that the responder has, and its own."""
+    successor: bytes
+    """32 bytes: swarm id of a successor of the requester's manifest; empty if the responder knows
+    none."""
 
 
 class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -252,7 +267,7 @@ class BulkResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of one process with a key; sent in an envelope, so that a forwarder can prove it."""
 
-    session: bytes
+    id: bytes
     """16 random bytes, drawn at the start of the process."""
     started_at: int
     """Unix time, milliseconds."""
@@ -276,22 +291,9 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy_version: int
     reward: float
     """Held-out reward, 0 to 1; -1 if there is none."""
+    reward_step: int
+    """Step after which it was measured; 0 if there is none."""
     published: int
     """Number of published groups since the start."""
     peers: int
     """Number of connected peers."""
-
-
-class SummaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    summary: bytes
-    """An envelope with the requester's own, freshly signed summary; empty if it shares none."""
-
-
-class SummaryResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    summaries: list[bytes]
-    """Envelopes as received: a random choice of those that the responder has, including its own."""
-
-
-class SessionResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    sessions: list[bytes]
-    """Envelopes: recent other sessions of the requester's key."""

@@ -28,12 +28,13 @@ from swarmnode.p2p.nat import NatStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.punch import PunchStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
-from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.stages.crew import CrewStatistics, MemberStatistics
-from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
-from swarmnode.stages.wire import StageStatus
-from swarmnode.weights.service import WeightsStatistics
-from tests.support.snapshots import PEERS, example, example_at
+from swarmnode.rollouts.network.admission import AdmissionStatistics
+from swarmnode.stages.crew_messages import StageStatus
+from swarmnode.stages.network.crew_service import StagesStatistics
+from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
+from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
+from swarmnode.weights.network.service import WeightsStatistics
+from tests.support.snapshots import PEERS, STARTED_AT, example, example_at
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -164,7 +165,7 @@ async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
         assert value in seen.text, value
     for peer in PEERS:
         assert f"{peer[:8]}…{peer[-6:]}" in seen.text
-    assert 'aria-label="Reward: own 0.642, peers\' 0.606, held-out 0.631"' in html.unescape(
+    assert 'aria-label="Reward: own 0.659, peers\' 0.654, held-out 0.631"' in html.unescape(
         seen.dom
     ).replace("&#39;", "'")
     assert seen.console == []
@@ -184,7 +185,6 @@ async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch
         "gpu-box-7",
         "0.624",
         "received through another peer",
-        "noloco",
         "5, 4 fragments",
         "distance 2.1 %, 97 % of the difference taken",
         "accepted 16, clipped 2",
@@ -414,6 +414,42 @@ async def test_held_out_curve_has_an_error_band(tmp_path, monkeypatch) -> None:
     line = [float(point.split(" ")[1]) for point in seen.path("reward_held_out")[1:].split("L")]
     assert len(line) == half
     assert all(a < at < b for a, at, b in zip(over, line, under, strict=True))
+
+
+async def test_page_says_step_age_and_warnings(tmp_path, monkeypatch) -> None:
+    def old() -> NodeSnapshot:
+        s = example()
+        report = msgspec.structs.replace(s.trainer.report, reward_held_out_step=160)
+        quiet = [msgspec.structs.replace(line, level="info") for line in s.logs]
+        trainer = msgspec.structs.replace(s.trainer, report=report)
+        return msgspec.structs.replace(s, trainer=trainer, logs=quiet)
+
+    class Successor(Past):
+        """After a change of tasks in the middle."""
+
+        def add(self, snapshot: NodeSnapshot) -> None:
+            if snapshot.at < STARTED_AT + 450:
+                node = msgspec.structs.replace(snapshot.node, swarm="00" * 32)
+                snapshot = msgspec.structs.replace(snapshot, node=node)
+            super().add(snapshot)
+
+    seen = await visit(tmp_path, monkeypatch, old, past=Successor)
+    shown = re.sub(r"\s+", " ", seen.text)
+    for expected in (
+        "at step 160, 90 steps old",
+        "Step 250 of 1000 2.40 s per step, 30 min left",
+        "own 0.659",
+        "401 groups of this node, used by 2 peers, as they report",
+        "803 groups of peers, used in training",
+        "0.567 at step 250",
+        "Warnings",
+        "reason=seed",
+    ):
+        assert expected in shown, expected
+    (mark,) = re.findall(r'<line class="mark" x1="([\d.]+)"', seen.dom)
+    line = [float(point.split(" ")[0]) for point in seen.path("reward_held_out")[1:].split("L")]
+    assert line[0] < float(mark) < line[-1]
+    assert seen.console == []
 
 
 async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.chaos.crews import play
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1200)]
 
 SEED = 1
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.chaos.schedule import play
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = 1
 

@@ -6,7 +6,7 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, exchange
+from swarmnode.weights.network import discovery, swaps
 from tests.support import replica_child
 from tests.support.hosts import host
 from tests.support.replica import SWARM, averaging, identical
@@ -26,9 +26,9 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (0.5, 120.0))
+    monkeypatch.setattr(swaps, "COPY_WAIT_SECONDS", (0.5, 120.0))
     # Otherwise the vanished partner would be avoided for minutes.
-    monkeypatch.setattr(exchange, "LONGEST_BACKOFF_SECONDS", 1.0)
+    monkeypatch.setattr(swaps, "LONGEST_BACKOFF_SECONDS", 1.0)
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -52,14 +51,6 @@ def test_package_never_executes_data():
     assert found == []
 
 
-def test_search_finds_dangerous_calls(tmp_path):
-    bad = tmp_path / "bad.py"
-    bad.write_text(
-        "import pickle\nx = torch.load(f)\ny = eval(text)\nmodel.eval()\nz = 'eval(1)'\n"
-    )
-    assert [number for number, text in code_of(bad).items() if DANGEROUS.search(text)] == [1, 2, 3]
-
-
 def test_product_imports_neither_tests_nor_tools():
     needs = re.compile(r"\b^\s*(?:from|import) (?:tests|tools|benchmarks)\b", re.MULTILINE)
     assert [path.name for path in SOURCES if needs.search(path.read_text())] == []
@@ -99,18 +90,6 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_wheel_has_its_data_files_only(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for needed in (
-        "policy/embedded/model.safetensors",
-        "policy/embedded/tokenizer.json",
-        "observe/page/index.html",
-        "observe/page/app.js",
-    ):
-        assert f"swarmnode/{needed}" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"swarmnode", "swarmnode_rl"}
-
-
 def test_wheel_runs_outside_the_checkout(wheel, tmp_path):
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
@@ -134,16 +113,3 @@ def test_make_bench_runs_every_quick_benchmark():
         r"^\tfor name in (.*?); do .* --quick", (ROOT / "Makefile").read_text(), re.M
     )
     assert quick - {"soak"} == set(named.split())  # soak is a separate, long target
-
-
-def test_only_the_guards_skip_type_checks():
-    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    ignored = {
-        module
-        for entry in mypy["overrides"]
-        if entry.get("ignore_errors")
-        for module in entry["module"]
-    }
-    assert ignored <= {"swarmnode.p2p.guards.*"}
-    assert mypy["disallow_untyped_defs"]
-    assert all(entry.get("disallow_untyped_defs", True) for entry in mypy["overrides"])

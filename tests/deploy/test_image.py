@@ -17,7 +17,7 @@ TOOLS = ("buildah", "debootstrap")
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, TOOLS)),
         reason="needs root, " + ", ".join(TOOLS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -20,8 +21,8 @@ from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.p2p.budget import BudgetStatistics
-from swarmnode.stages.service import StagesStatistics
-from swarmnode.weights.service import WeightsStatistics
+from swarmnode.stages.network.crew_service import StagesStatistics
+from swarmnode.weights.network.service import WeightsStatistics
 from tests.support.snapshots import example
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,8 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not in
 FAMILIES = {family.name: family for family in METRICS}
 MATCHER = re.compile(r"(swarmnode_[a-z0-9_]+)\{([^}]*)\}")
 TARGET_LABELS = {"instance", "job", "le"}
+ALERT_LABELS = {"alertname", "alertstate", "severity"}
+"""Labels of `ALERTS`."""
 
 
 def build() -> ModuleType:
@@ -119,6 +122,8 @@ def test_labels_in_expressions_and_legends_exist() -> None:
         labels = (
             set().union(*(FAMILIES[name].labels for name in names_in([expression]))) | TARGET_LABELS
         )
+        if "ALERTS" in expression:
+            labels |= ALERT_LABELS
         used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)) | set(
             re.findall(r"\{\{(\w+)\}\}", legend)
         )
@@ -261,16 +266,150 @@ def test_panels_do_not_overlap_and_have_a_description() -> None:
             taken |= cells
 
 
-def test_provisioning_points_at_the_dashboards() -> None:
-    folder = ROOT / "deploy" / "grafana" / "provisioning"
-    provider = yaml.safe_load((folder / "dashboards" / "swarmnode.yml").read_text())["providers"][0]
-    assert provider["options"]["path"] in (ROOT / "docs" / "monitoring.md").read_text()
-    assert (
-        yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"][0][
-            "type"
-        ]
-        == "prometheus"
+def test_every_alert_is_tested_on_a_healthy_node() -> None:
+    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
+    tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
+    for rule in rules:
+        raised, given = set(), set()
+        for test in tests:
+            cases = [c for c in test["alert_rule_test"] if c["alertname"] == rule["alert"]]
+            raised |= {a["exp_labels"]["instance"] for c in cases for a in c["exp_alerts"]}
+            for series in test["input_series"] if cases else []:
+                name, labels = series["series"].split("{")
+                if re.search(rf"\b{name}\b", rule["expr"]):
+                    given |= set(re.findall(r'instance="(\w+)"', labels))
+        assert raised, rule["alert"]
+        assert given - raised, f"{rule['alert']}: no node on which it does not fire"
+
+
+MINUTES = 420
+QUESTIONS = "swarmnode_reward{source=held_out,questions=%s}"
+HEALTHY = {
+    "up{job=swarmnode}": "1x420",
+    "swarmnode_ready": "1x420",
+    "swarmnode_peers{direction=in}": "1x420",
+    "swarmnode_peers{direction=out}": "2x420",
+    "swarmnode_peers_known": "5x420",
+    "swarmnode_steps_total": "0+2x420",
+    "swarmnode_policy_version": "0+1x420",
+    "swarmnode_phase_seconds{phase=generating}": "20x420",
+    "swarmnode_phase_seconds{phase=training}": "10x420",
+    QUESTIONS % "1f0c2a77": "0.2+0.001x420",
+    "swarmnode_reward_held_out_error": "0.05x420",
+    "swarmnode_zero_advantage_share": "0.4x420",
+    "swarmnode_learning_problem{problem=unmoved}": "0x420",
+    "swarmnode_unsaved_steps": "2x420",
+    "swarmnode_state_save_failed": "0x420",
+    "swarmnode_rollouts_published_total": "0+8x420",
+    "swarmnode_dropped_total{kind=group,reason=zero_advantage}": "0+8x420",
+    "swarmnode_budget_paused{reason=quiet_hours}": "0x420",
+    "swarmnode_restarts_total{process=trainer,reason=ended}": "0x420",
+    "swarmnode_successor_waiting": "0x420",
+    "swarmnode_event_loop_lag_seconds": "0.01x420",
+}
+"""Series of a node with two steps a minute, by name, sampled once a minute."""
+TRAINING = ("steps", "policy", "phase", "reward", "zero", "learning", "unsaved", "state", "dropped")
+CHANCE = random.Random(1)
+UNUSUAL: dict[str, dict[str, str | None]] = {
+    "fast steps": {
+        "swarmnode_steps_total": "0+600x420",
+        "swarmnode_policy_version": "0+600x420",
+        "swarmnode_unsaved_steps": "600x420",
+        "swarmnode_state_due_timestamp_seconds": "0+60x420",  # each scrape sees a new save
+    },
+    "steps of 40 minutes": {
+        "swarmnode_steps_total": "0x40 1x39 2x39 3x39 4x39 5x39 6x39 7x39 8x39 9x39 10x39",
+        "swarmnode_policy_version": "0x40 1x39 2x39 3x39 4x39 5x39 6x39 7x39 8x39 9x39 10x39",
+        "swarmnode_phase_seconds{phase=generating}": "_x40 1800x380",
+        "swarmnode_phase_seconds{phase=training}": "_x40 600x380",
+        "swarmnode_rollouts_published_total": "0x40 8x39 16x39 24x39 32x39 40x39 48x39 56x39 64x39",
+        "swarmnode_dropped_total{kind=group,reason=zero_advantage}": "0x420",
+    },
+    "restart": {
+        **{
+            name: f"{values.split('x')[0]}x98 _x3 {values.split('x')[0]}x318"
+            for name, values in HEALTHY.items()
+            if "+" not in values
+        },
+        "up{job=swarmnode}": "1x98 0x3 1x318",
+        "swarmnode_ready": "1x98 _x3 0x10 1x308",
+        "swarmnode_steps_total": "0+2x98 _x13 190+2x308",
+        "swarmnode_policy_version": "0+1x98 _x13 95+1x308",
+        "swarmnode_rollouts_published_total": "0+8x98 _x3 0+8x318",
+        "swarmnode_dropped_total{kind=group,reason=zero_advantage}": "0+8x98 _x13 0+8x308",
+    },
+    "quiet hours": {
+        "swarmnode_steps_total": "0+2x60 120x360",
+        "swarmnode_policy_version": "0+1x60 60x360",
+        "swarmnode_rollouts_published_total": "0+8x60 480x360",
+        "swarmnode_dropped_total{kind=group,reason=zero_advantage}": "0+8x60 480x360",
+        "swarmnode_budget_paused{reason=quiet_hours}": "0x60 1x360",
+    },
+    "a lone node": {
+        "swarmnode_peers{direction=in}": "0x420",
+        "swarmnode_peers{direction=out}": "0x420",
+        "swarmnode_peers_known": "0x420",
+        "swarmnode_rollouts_published_total": "0x420",
+    },
+    "a new swarm": {
+        "swarmnode_ready": "0x8 1x412",
+        "swarmnode_peers{direction=in}": "0x60 1x360",
+        "swarmnode_peers{direction=out}": "0x420",
+        "swarmnode_peers_known": "0x60 1x360",
+        "swarmnode_steps_total": "_x8 0x20 1+2x392",
+        "swarmnode_policy_version": "_x8 0x20 0+1x392",
+        QUESTIONS % "1f0c2a77": "_x20 0.02+0.001x400",
+    },
+    "a bootstrap node": {
+        name: None for name in HEALTHY if name.startswith(tuple(f"swarmnode_{t}" for t in TRAINING))
+    },
+    "few held-out questions": {
+        QUESTIONS % "1f0c2a77": " ".join(
+            f"{sum(CHANCE.random() < 0.3 for _ in range(32)) / 32}x9" for _ in range(42)
+        ),
+        "swarmnode_reward_held_out_error": "0.08x420",
+    },
+    "after a successor": {
+        "up{job=swarmnode}": "1x119 0x1 1x299",
+        "swarmnode_ready": "1x119 _ 0x3 1x295",
+        "swarmnode_steps_total": "0+2x119 _x4 240+2x296",
+        "swarmnode_policy_version": "0+1x119 _x4 120+1x296",
+        QUESTIONS % "1f0c2a77": "0.88x119",
+        QUESTIONS % "b2046e91": "_x124 0.35+0.0005x296",
+        "swarmnode_successor_waiting": "0x90 1x29 _ 0x299",
+    },
+}
+"""What differs on healthy nodes in an unusual state; None: the series does not exist."""
+
+
+@needs_promtool
+@pytest.mark.parametrize("state", UNUSUAL)
+def test_no_alert_fires_on_a_healthy_node(tmp_path, state) -> None:
+    series = {}
+    for name, values in (HEALTHY | UNUSUAL[state]).items():
+        metric, _, labels = name.rstrip("}").partition("{")
+        pairs = [pair.split("=") for pair in [*filter(None, labels.split(",")), "instance=a"]]
+        if values is not None:
+            series[metric + "{" + ",".join(f'{key}="{value}"' for key, value in pairs) + "}"] = (
+                values
+            )
+    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": f"{minute}m", "alertname": rule["alert"], "exp_alerts": []}
+            for minute in range(10, MINUTES, 10)
+            for rule in rules
+        ],
+    }
+    shutil.copy(PROMETHEUS / "rules.yml", tmp_path)
+    path = tmp_path / "test.yml"
+    path.write_text(
+        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]})
     )
+    done = promtool("test", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_has_a_test_and_a_severity() -> None:
@@ -301,7 +440,7 @@ def test_promtool_accepts_configuration_and_rules(tmp_path, name) -> None:
     unchanged."""
     config = yaml.safe_load((PROMETHEUS / name).read_text())
     if config["scrape_configs"][0].pop("kubernetes_sd_configs", None) == [{"role": "pod"}]:
-        config["scrape_configs"][0]["static_configs"] = [{"targets": ["10.0.0.1:9464"]}]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": ["10.0.0.1:9465"]}]
     for other in ("rules.yml", "nodes.yml"):
         shutil.copy(PROMETHEUS / other, tmp_path)
     (tmp_path / name).write_text(yaml.safe_dump(config))

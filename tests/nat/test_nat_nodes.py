@@ -141,16 +141,20 @@ def test_nodes_behind_routers_train_on_each_others_groups(tmp_path):
             raise AssertionError(
                 f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}"
             ) from None
-        a, b = nodes[:2]
-        wait_until(
-            lambda: a.averaged_with(peers["b"]) and b.averaged_with(peers["a"]),
-            "a and b exchange weights",
-            240.0,
-        )
-
-        # The public node leaves, then the relay. Each node trains alone, and they meet again when
-        # the relay returns.
+        # The public node leaves: a and b are each other's only partners.
         net.kill_all("c")
+        a, b = nodes[:2]
+        try:
+            wait_until(
+                lambda: a.averaged_with(peers["b"]) and b.averaged_with(peers["a"]),
+                "a and b exchange weights",
+                240.0,
+            )
+        except AssertionError:
+            swaps = [each.snapshot()["weights"] for each in (a, b)]
+            raise AssertionError(f"{swaps} {[each.log()[-3000:] for each in (a, b)]}") from None
+
+        # The relay leaves too. Each node trains alone, and they meet again when it returns.
         net.kill_all("relay")
         wait_until(
             lambda: all(each.snapshot()["network"]["peers"]["outbound"] == 0 for each in (a, b)),

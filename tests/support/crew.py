@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.stages import wire
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings
-from swarmnode.stages.wire import Fence, FrameLimits, Place
+from swarmnode.stages.stage_frames import CREW_BYTES, Fence, FrameLimits, Place
+from swarmnode.stages.trainer.head import Head
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.pipeline import StageWorker, WorkerSettings
+from swarmnode.stages.trainer.stage_model import StageRuntime
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ async def open_crew(
     settings: WorkerSettings,
     limits: FrameLimits,
     *,
-    crew: bytes = b"\0" * wire.CREW_BYTES,
+    crew: bytes = b"\0" * CREW_BYTES,
     compute: Any = run_inline,
     seconds: float = 600.0,
     step: int = 0,

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
-from swarmnode.stages.trainer import (
-    CrewModel,
-    CrewTerms,
-    Stage,
-    StageAveraging,
-    StageRecovery,
-    connect_all,
-    crew_terms,
-    open_model,
-    recovery_settings,
-)
-from swarmnode.trainer.engine import adapter_shape
+from swarmnode.stages.trainer.crew_model import CrewModel, CrewTerms, crew_terms, open_model
+from swarmnode.stages.trainer.links import connect_all
+from swarmnode.stages.trainer.restore import StageRecovery
+from swarmnode.stages.trainer.stage import Stage
+from swarmnode.stages.trainer.stage_averaging import StageAveraging
+from swarmnode.stages.trainer.stage_checkpoints import recovery_settings
+from swarmnode.trainer.state import adapter_shape
 
 
 def terms_of(config: Config) -> CrewTerms:
@@ -29,7 +23,7 @@ def opened(config: Config) -> AbstractContextManager[CrewModel]:
 
 
 def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:
-    adapter = adapter_shape(config.policy.lora, shares_a(config.policy.lora, config.weights))
+    adapter = adapter_shape(config.policy.lora)
     return StageAveraging(config.weights, adapter, config.node.data_dir, stage, send, **more)
 
 

@@ -24,16 +24,17 @@ import trio
 
 from swarmnode.link.messages import Drawn, Welcome
 from swarmnode.link.server import LinkServer
-from swarmnode.stages import wire
-from swarmnode.stages.wire import (
+from swarmnode.stages.crew_messages import (
     CrewEnd,
     CrewStart,
+    FromTrainer,
     SocketOpen,
     StageAssignment,
     StageFault,
     StageStatus,
     TrainerOffer,
 )
+from swarmnode.stages.network.stream_proxy import socket_file
 
 LINEAGE = b"\x07" * 32
 SWARM = b"\x08" * 32
@@ -83,7 +84,7 @@ class Node:
     def weights(self, message: Any) -> None:
         self.averaging.append(message)
 
-    def stages(self, message: wire.FromTrainer) -> None:
+    def stages(self, message: FromTrainer) -> None:
         match message:
             case TrainerOffer():
                 self.network.offered(self, message)
@@ -143,7 +144,7 @@ class CrewNetwork:
         members = tuple(f"12D3KooW{node.stage}" for node in self.nodes)
         for node in self.nodes:
             node.status = node.offering = None
-            path = str(wire.socket_file(node.directory))
+            path = str(socket_file(node.directory))
             node.link.send_to_trainer(
                 StageAssignment(
                     self.crew, self.lineage, node.stage, self.layers, members, step, path
@@ -198,7 +199,7 @@ class CrewNetwork:
                 (node.directory / "run").mkdir(parents=True, exist_ok=True)
                 await nursery.start(node.link.run)
                 nursery.start_soon(self._watch, node)
-                path = wire.socket_file(node.directory)
+                path = socket_file(node.directory)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)

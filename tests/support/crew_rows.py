@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from swarmnode.policy.logprobs import score
-from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.wire import FrameLimits
-from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.rollouts.trainer.batch import assemble, own_group
+from swarmnode.stages.stage_frames import FrameLimits
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.stage_batches import LearnRow
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
@@ -72,17 +73,16 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
         own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0]),
     )
     assembled = assemble(
-        [own, replace(other, peer="someone", sampler_logprobs=[], weights=[1.0, 0.5, 0.25, 1.0])],
+        [own, replace(other, peer="someone", weights=[1.0, 0.5, 0.25, 1.0])],
         "grpo",
     )
     learn = [
         LearnRow(
             *row[:2],
-            assembled.recorded(i),
+            assembled.sampler_logprobs[i],
             float(assembled.advantages[i]),
             float(assembled.weights[i]),
             group,
-            sampled=group == 0,
         )
         for i, (row, group) in enumerate(zip(assembled.rows, assembled.groups, strict=True))
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.trainer import export as child
 
@@ -13,7 +12,6 @@ def export(config: Config, target: Path, merge: bool) -> child.ExportRecord:
     return child.export(
         config.policy,
         config.node.data_dir / "trainer",
-        shares_a(config.policy.lora, config.weights),
         target,
         merge,
     )

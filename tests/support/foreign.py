@@ -11,10 +11,8 @@ import select
 import shutil
 import subprocess
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +24,6 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
 from swarmnode.p2p.identity import load_or_create
-from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import limits
 from tests.support.authors import Author
@@ -48,7 +45,6 @@ UNREACHABLE = (
     "ERR_SOCKET_TIMEOUT",
 )
 """Messages of npm when the registry cannot be reached."""
-BUILTIN = MappingProxyType({"names": list(BUILTIN_TASKS)})
 T = TypeVar("T")
 
 
@@ -96,7 +92,7 @@ class Reset(Exception):
 
 
 class Foreign:
-    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns the result of that
+    """A process of client.mjs. `client("list", patience=1)` returns the result of that
     action."""
 
     def __init__(self, log: Path) -> None:
@@ -165,57 +161,23 @@ class NetworkProcess:
         address = self._node.wait_for_address(time.monotonic() + 120)[0]
         return f"{address}/swarm/{self.author.swarm.hex()}"
 
-    def publish(self, sequence: int, *, long: bool = False) -> list[float]:
-        """Publish an own group and return its rewards. The question asks for a sum when `sequence`
+    def publish(self, sequence: int, *, long: bool = False) -> list[str]:
+        """Publish an own group and return its texts. The question asks for a sum when `sequence`
         is odd."""
         own = self.author.long_group(sequence) if long else self.author.own_group(sequence)
         reward = question(own.task).reward
         rewards = [reward(completion.text) for completion in own.completions]
         self._link.send(msgspec.structs.replace(own, rewards=rewards))
-        return rewards
-
-    def share(self, own: OwnGroup) -> None:
-        """Publish a group with the rewards of its trainer."""
-        self._link.send(own)
-
-    def draw(self, count: int = 6) -> list[Any]:
-        """Return admitted groups of peers that were not drawn before, as a training step draws
-        them."""
-        self._link.request_external(count, 0, count)
-        return self._link.take_external(0.2)
-
-    def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self._node.url}/status?points=1", timeout=10) as answer:
-            return dict(json.load(answer)["snapshot"])
-
-    def outcomes(self) -> dict[str, int]:
-        """Count admissions by outcome."""
-        admission = self.status()["rollouts"]["admission"]
-        return {
-            **admission["ignored"],
-            **admission["rejected"],
-            "admitted": admission["admitted"],
-            "candidates": admission["candidates"],
-        }
-
-    def rejections(self) -> dict[str, int]:
-        """Count charges against peers by reason."""
-        return dict(self.status()["network"]["reputation"]["rejected"])
-
-    def last_log_line(self) -> str:
-        return self._node.last_log_line()
+        return [completion.text for completion in own.completions]
 
 
 @contextlib.contextmanager
-def network_process(
-    directory: Path, task: Mapping[str, object] = BUILTIN
-) -> Iterator[NetworkProcess]:
-    """Run `python -m swarmnode.daemon.node` alone in a swarm of the builtin tasks, or of the tasks
-    in the settings `task.*`."""
+def network_process(directory: Path) -> Iterator[NetworkProcess]:
+    """Run `python -m swarmnode.daemon.node` alone in a swarm of the builtin tasks."""
     sections = {
         "swarm": {"name": "interop"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "task": dict(task),
+        "task": {"names": list(BUILTIN_TASKS)},
         "training": {"temperature": 1.0, "top_p": 1.0, "max_completion_length": limits.TOKENS},
         "http": {"port": 0},
     }

@@ -14,6 +14,6 @@ context.set_forkserver_preload(
         "tests.support.forked_node",
         "swarmnode.daemon.node",
         "swarmnode.trainer.__main__",
-        "swarmnode.stages.trainer",
+        "swarmnode.stages.trainer.crew_trainer",
     ]
 )

@@ -21,7 +21,7 @@ async def hosts(
     """Yield `count` connected hosts.
 
     Args:
-        line: Each host knows only the host before it, and peer exchange is answered with nothing,
+        line: Each host knows only the host before it, and the swarm ids differ,
             so that the hosts stay a line. Otherwise the first host is the bootstrap peer of all.
         settings: Fields of NetworkConfig.
 

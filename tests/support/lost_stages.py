@@ -15,28 +15,27 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import StateError
-from swarmnode.stages import wire
-from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import StageWorker, WorkerSettings
-from swarmnode.stages.recovery import (
+from swarmnode.stages.specs import StageSpec
+from swarmnode.stages.stage_frames import CREW_BYTES, Fence, FrameLimits, Place
+from swarmnode.stages.trainer.local_stage import LocalStage
+from swarmnode.stages.trainer.pipeline import StageWorker, WorkerSettings
+from swarmnode.stages.trainer.restore import BaseWeights, RestoredStage, restore
+from swarmnode.stages.trainer.stage_batches import LearnRow
+from swarmnode.stages.trainer.stage_checkpoints import (
     CHECKPOINTS,
-    BaseWeights,
     CheckpointIdentity,
     CheckpointStore,
-    LocalStage,
     Recorder,
     RecoverySettings,
-    RestoredStage,
-    StateExchange,
-    restore,
     stage_layouts,
     stored_stages,
 )
-from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
+from swarmnode.stages.trainer.stage_model import StageRuntime
+from swarmnode.stages.trainer.state_exchange import StateExchange
 from tests.support.crew import Crew, open_crew, run_inline
 from tests.support.split_models import split_model
 
-CREW = b"c" * wire.CREW_BYTES
+CREW = b"c" * CREW_BYTES
 
 
 @dataclass

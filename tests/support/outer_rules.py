@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses
-from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, prepare
 from swarmnode.weights.rule import Rule
+from swarmnode.weights.trainer.gate import AveragingGate, GateDecision, Losses
+from swarmnode.weights.trainer.outer import OuterState, SlowWeights, Tensors, prepare
 
-OFF: Final = Rule("off", 0.0, 1.0)
-DILOCO: Final = Rule("diloco", 0.3, 0.7)
+OFF: Final = Rule(0.0, 1.0)
+DILOCO: Final = Rule(0.3, 0.7)
 PAIR: Final = 0.5
 """Mean share of the disagreement that averaging with one of many replicas removes."""
 

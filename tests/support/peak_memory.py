@@ -7,6 +7,7 @@ torch is loaded once; the kernel resets the peak between cases.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import re
@@ -23,18 +24,19 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.stages import recovery
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
-from swarmnode.stages.recovery import (
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
+from swarmnode.stages.stage_frames import Fence, FrameLimits, Place
+from swarmnode.stages.trainer import stage_checkpoints
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.pipeline import StageWorker, WorkerSettings
+from swarmnode.stages.trainer.stage_checkpoints import (
     CheckpointIdentity,
     CheckpointStore,
     Recorder,
     RecoverySettings,
     trained_layout,
 )
-from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.trainer.update import Updater
 from tests.support.crew import run_inline
 from tests.support.split_models import split_model
@@ -43,6 +45,7 @@ from tests.support.split_models import split_model
 def peak(case: dict[str, Any]) -> int:
     """Return the resident bytes at the peak of an update with one row of `length` completion
     tokens. Adam's moments already exist."""
+    ctypes.CDLL(None).malloc_trim(0)  # return what the last case has left in the heap
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate(case["policy"]))
@@ -87,8 +90,8 @@ def copies_peak(case: dict[str, Any]) -> float:
         parameter.grad = torch.ones_like(parameter)
     worker.optimizer.step(1.0, 1e-3)
     worker.participant.step = 1
-    go, save = threading.Event(), recovery.save_file
-    recovery.save_file = lambda *given, **more: (go.wait(60), save(*given, **more))
+    go, save = threading.Event(), stage_checkpoints.save_file
+    stage_checkpoints.save_file = lambda *given, **more: (go.wait(60), save(*given, **more))
     with tempfile.TemporaryDirectory() as directory:
         identity, store = CheckpointIdentity("aa" * 32, (1, 3, 1)), CheckpointStore(Path(directory))
         store.begin(identity, (1,))

@@ -9,8 +9,8 @@ import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, swarm_of
-from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, answers
+from swarmnode.rollouts.network.exchange import RolloutExchange
 from swarmnode.rollouts.sampling import spread
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials

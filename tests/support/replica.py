@@ -24,24 +24,25 @@ import torch
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import Answer, Losses, LossProbe
-from swarmnode.averaging.outer import Tensors
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.swarm.known import KnownPeers
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.service import WeightService
+from swarmnode.weights.network.service import WeightService
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import Answer, Losses, LossProbe
+from swarmnode.weights.trainer.outer import Tensors
 from swarmnode.wire.envelope import Credentials
 
 SWARM = b"\x21" * 32
 BASE = b"\x22" * 32
 TOKENIZER = b"\x23" * 32
 BETWEEN_SECONDS = 0.005
-CONFIG = WeightsConfig(rule="gossip", fragments=1)
+CONFIG = WeightsConfig(fragments=1)
 
 
 class Tiny(torch.nn.Module):
@@ -101,6 +102,7 @@ class Node:
         cfg: WeightsConfig,
         seed: int,
         fresh: bool,
+        known: KnownPeers,
     ) -> None:
         self.network = network
         self.model = Tiny()
@@ -114,6 +116,7 @@ class Node:
             network,
             Credentials(key, SWARM),
             cfg,
+            known,
             directory,
             self._send_to_trainer,
             may_average=lambda: self.may_average,
@@ -138,13 +141,9 @@ class Node:
                 parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
 
     def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
+        outer_step, blocks = self.replica.outer_steps()[fragment], self.blocks()
         self.service.receive(
-            local.OuterStepDue(
-                fragment,
-                self.counters.outer_clocks[fragment],
-                self.counters.step,
-                step_seconds,
-            )
+            local.OuterStepDue(fragment, outer_step, self.counters.step, step_seconds, blocks)
         )
 
     def fingerprint(self) -> bytes:
@@ -199,10 +198,11 @@ async def averaging(
     cfg: WeightsConfig = CONFIG,
     seed: int = 0,
     fresh: bool = False,
+    known: KnownPeers = KnownPeers(everyone=True),  # noqa: B008
     prepare: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[Node]:
     """Yield a running node with its trainer connected."""
-    node = Node(network, key, directory, cfg, seed, fresh)
+    node = Node(network, key, directory, cfg, seed, fresh, known)
     prepare(node)
     async with trio.open_nursery() as nursery:
         await nursery.start(node.service.run)

@@ -14,8 +14,8 @@ import trio
 
 from swarmnode.p2p import identity
 from swarmnode.process import die_with_parent
-from swarmnode.weights import discovery
-from swarmnode.weights.exchange import SwapState
+from swarmnode.weights.network import discovery
+from swarmnode.weights.network.swaps import SwapState
 from tests.support import forked
 from tests.support.hosts import host
 from tests.support.replica import SWARM, averaging

@@ -13,7 +13,7 @@ from swarmnode.drops import DropCounts
 from swarmnode.histogram import HistogramCounter
 from swarmnode.link.messages import CardUse, Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
-from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
+from swarmnode.observe.snapshot import Gained, Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
     STEP_BOUNDS,
     DiskStatistics,
@@ -31,19 +31,20 @@ from swarmnode.p2p.relay_client import RelayClientStatistics
 from swarmnode.p2p.reputation import ReputationStatistics
 from swarmnode.p2p.requests import RequestStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
-from swarmnode.policy.engine.servers import ServerStatistics
-from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
-from swarmnode.rollouts.pool import PoolStatistics
-from swarmnode.rollouts.puller import ListingStatistics
-from swarmnode.rollouts.shelf import ServingStatistics, ShelfStatistics
-from swarmnode.stages.crew import CrewStatistics, MemberStatistics
-from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
-from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
-from swarmnode.stages.wire import StageStatus
+from swarmnode.policy.engine.vllm import ServerStatistics
+from swarmnode.rollouts.network.admission import AdmissionStatistics
+from swarmnode.rollouts.network.exchange import ExchangeStatistics, PullStatistics
+from swarmnode.rollouts.network.pool import PoolStatistics
+from swarmnode.rollouts.network.puller import ListingStatistics
+from swarmnode.rollouts.network.shelf import ServingStatistics, ShelfStatistics
+from swarmnode.stages.crew_messages import StageStatus
+from swarmnode.stages.network.crew_service import RECOVERY_BOUNDS as CREW_BOUNDS
+from swarmnode.stages.network.crew_service import StagesStatistics
+from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
+from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.service import WeightsStatistics
-from swarmnode.weights.state import CatchUpStatistics
+from swarmnode.weights.network.newcomer import CatchUpStatistics
+from swarmnode.weights.network.service import WeightsStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
@@ -76,7 +77,9 @@ def example_at(t: float) -> NodeSnapshot:
     recoveries.observe(6.4)
     report = Report(
         phase=("generating", "training", "training", "evaluating")[int(t) % 4],
+        activity="evaluating 64 of 256" if int(t) % 4 == 3 else "",
         step=steps,
+        max_steps=1000,
         policy_version=steps,
         step_seconds=2.2 + 0.5 * _wobble(steps, 0.7),
         generate_seconds=1.3,
@@ -85,19 +88,21 @@ def example_at(t: float) -> NodeSnapshot:
         reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
         reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)),
         reward_held_out_error=0.021,
+        reward_held_out_step=int(t // 24 * 24 / 2.4),
+        held_out_questions="1f0c2a77",
         reward_held_out_start=0.07,
+        reward_held_out_start_error=0.012,
         loss=0.021 * _wobble(t, 0.4),
         entropy=1.9 - 1.1 * learnt,
         kl=0.004,
-        clip_fraction=0.013,
         grad_norm=0.41,
         learning_rate=3e-4,
         completion_tokens=5.1 - 1.2 * learnt,
         completion_tokens_p95=8,
         completion_cut_share=0.06 * (1 - learnt),
+        cut_rewarded_share=0.01,
         zero_advantage_share=0.7 - 0.4 * learnt,
         external_share=0.5,
-        correction_mean=0.96,
         own_groups=4,
         external_groups=4,
         effective_own=0.99,
@@ -112,7 +117,6 @@ def example_at(t: float) -> NodeSnapshot:
         own_gap=0.004,
         server=ServerStatistics(
             "http://127.0.0.1:8000",
-            "vLLM",
             "sampling",
             "0.32.0",
             "Qwen/Qwen3-4B",
@@ -127,7 +131,7 @@ def example_at(t: float) -> NodeSnapshot:
         tokens_per_second=212.0,
         drift=0.05,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
-        top_answer_share=0.1,
+        learning="",
         device="cpu",
         dtype="float32",
         device_memory_bytes=312 * 2**20,
@@ -150,9 +154,9 @@ def example_at(t: float) -> NodeSnapshot:
             "completion": DropCounts(steps * 32, {"charset": 2}),
         },
         state_saved_step=steps,
+        state_due_at=1_760_000_000.0,
         peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
-            rule="noloco",
             fragments=4,
             outer_step=steps // 50,
             exchanges_total=steps // 14,
@@ -187,6 +191,7 @@ def example_at(t: float) -> NodeSnapshot:
             step=steps * pace // 10,
             policy_version=steps * pace // 10,
             reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10,
+            reward_step=steps * pace // 10,
             published=steps * 4,
             peers=3 + i,
             uptime_seconds=int(t) + 700 * i,
@@ -259,6 +264,13 @@ def example_at(t: float) -> NodeSnapshot:
         trainer=TrainerStatistics(
             connected=True,
             report=report,
+            recent={
+                "reward_own": 0.08 + 0.62 * learnt,
+                "reward_external": 0.14 + 0.55 * learnt,
+                "step_seconds": 2.4,
+                "interval_seconds": 2.4,
+                "tokens_per_second": 212.0,
+            },
             age_seconds=1.2,
             step_seconds=seconds.statistics(),
             pid=4242,
@@ -295,6 +307,7 @@ def example_at(t: float) -> NodeSnapshot:
                 staleness={0: used // 2, 1: used // 4, 3: used // 8},
             ),
         ),
+        gained=Gained(given=used // 2, given_to=2, used=used, tokens_saved=used * 64),
         network=NetworkStatistics(
             peers=PeerStatistics(
                 known=5,
@@ -308,9 +321,9 @@ def example_at(t: float) -> NodeSnapshot:
             requests=RequestStatistics(
                 requests={
                     "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
-                    "/swarmnode/peers/1": {"ok": 8},
+                    "/swarmnode/neighbours/1": {"ok": 8},
                 },
-                served={"/swarmnode/peers/1": {"ok": 9}},
+                served={"/swarmnode/neighbours/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
                 received={"/swarmnode/groups/1": received * 4100, "/swarmnode/listing/1": 21000},
@@ -347,9 +360,7 @@ def example_at(t: float) -> NodeSnapshot:
         swarm=SummaryStatistics(
             reporting=len(claims),
             reward_median=0.1 + 0.5 * learnt,
-            policy_version_median=float(steps),
             rows=claims,
-            received={"taken": int(t / 10), "known": int(t / 4), "old": 1},
             clock_offset_seconds=-0.4,
         ),
         disk=DiskStatistics(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
@@ -384,7 +395,7 @@ def example_at(t: float) -> NodeSnapshot:
             LogLine(
                 STARTED_AT + t - 14,
                 "warning",
-                "swarmnode.rollouts.exchange",
+                "swarmnode.rollouts.network.exchange",
                 f"rejected peer={PEERS[2][:16]} reason=seed",
             ),
             LogLine(
@@ -393,6 +404,14 @@ def example_at(t: float) -> NodeSnapshot:
                 "swarmnode.daemon.node",
                 f"step finished step={steps} reward_own={report.reward_own:.3f}",
             ),
+        ],
+        warnings=[
+            LogLine(
+                STARTED_AT + t - 14,
+                "warning",
+                "swarmnode.rollouts.network.exchange",
+                f"rejected peer={PEERS[2][:16]} reason=seed",
+            )
         ],
     )
 

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from swarmnode.errors import Incompatible
 from swarmnode.policy.model import base_model
-from swarmnode.stages.model import add_adapter, build_stage
-from swarmnode.stages.wire import StageSpec, stage_specs
+from swarmnode.stages.specs import StageSpec, stage_specs
+from swarmnode.stages.trainer.stage_model import add_adapter, build_stage
+from swarmnode.weights.trainer.lora import A_MARK, freeze_a
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:
@@ -36,6 +37,9 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreT
             else stage
         )
     state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if not any(A_MARK in name for name in state):
+        for spec, stage in zip(specs, stages, strict=True):
+            freeze_a({spec.whole_name(name): p for name, p in stage.named_parameters()})
     for spec, stage in zip(specs, stages, strict=True):
         load_whole_state(spec, stage, state)
     return list(zip(specs, stages, strict=True))

@@ -9,16 +9,24 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages import wire
-from swarmnode.stages.model import decode
-from swarmnode.stages.wire import (
+from swarmnode.stages import state_messages
+from swarmnode.stages.stage_frames import (
+    BackwardFrame,
+    DecodeFrame,
+    EmbeddingFrame,
+    ForwardFrame,
+    Frame,
     FrameLimits,
+    PrefillFrame,
+    ScoresFrame,
+    TokensFrame,
     read_frame,
     read_micro_batch,
     read_scores,
     read_tokens,
     read_wave,
 )
+from swarmnode.stages.trainer.stage_batches import decode
 from swarmnode.wire.tensors import unpack_ids
 
 
@@ -55,7 +63,9 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     reason of STATE_REASONS."""
     stream = Bytes(data)
     got = trio.run(
-        wire.read_state, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+        state_messages.read_state,
+        stream,
+        FrameLimits(given["hidden"], given["vocab"], given["tokens"]),
     )
     if got is None:
         raise BadMessage("truncated", "nothing")
@@ -64,32 +74,32 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     return {"header": msgspec.to_builtins(got[0], builtin_types=(bytes,)), "body": got[1]}
 
 
-def _body(frame: wire.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
+def _body(frame: Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
     match frame:
-        case wire.ForwardFrame():
+        case ForwardFrame():
             about = read_micro_batch(body[: frame.about], frame.rows, limits, frame.purpose)
             return {
                 "about": _plain(about),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case wire.PrefillFrame():
+        case PrefillFrame():
             wave = read_wave(body[: frame.about], frame.rows, limits)
             return {
                 "about": _plain(wave),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case wire.DecodeFrame():
+        case DecodeFrame():
             names, rest = unpack_ids(body[: 4 * frame.rows]).tolist(), body[4 * frame.rows :]
             return {"names": names, "values": _values(rest, frame.rows, limits, frame.codec, codec)}
-        case wire.BackwardFrame():
+        case BackwardFrame():
             return {"values": _values(body, frame.rows, limits, frame.codec, frame.codec)}
-        case wire.EmbeddingFrame():
+        case EmbeddingFrame():
             return {"values": _values(body, frame.rows, limits, "float32", "float32")}
-        case wire.TokensFrame():
+        case TokensFrame():
             return dict(
                 zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True)
             )
-        case wire.ScoresFrame():
+        case ScoresFrame():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
     return {}
 

@@ -23,12 +23,9 @@ import trio
 import trio.testing
 
 from swarmnode.errors import PeerError, PeerTimeout
-from swarmnode.weights import exchange as product
 from swarmnode.weights import local
-from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.exchange import FAILURES, OUTCOMES, SwapService
 from swarmnode.weights.fragments import blocks_of
-from swarmnode.weights.layout import make_layout
+from swarmnode.weights.layout import Layout, make_layout
 from swarmnode.weights.messages import (
     Accepted,
     Busy,
@@ -41,7 +38,10 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
-from swarmnode.weights.payload_store import PayloadOffer
+from swarmnode.weights.network import swaps as product
+from swarmnode.weights.network.discovery import Discovery
+from swarmnode.weights.network.payload_store import PayloadOffer
+from swarmnode.weights.network.swaps import FAILURES, OUTCOMES, SwapService
 
 LAYERS = 2
 LAYOUT = make_layout((f"layers.{i}.w", (8,), "float32") for i in range(LAYERS))
@@ -122,7 +122,13 @@ class Party:
     """An honest node. Attributes may be changed at any time."""
 
     def __init__(
-        self, hub: Hub, name: str, parties: Mapping[str, Any], every: int, fragments: int = 1
+        self,
+        hub: Hub,
+        name: str,
+        parties: Mapping[str, Any],
+        every: int,
+        fragments: int = 1,
+        layout: Layout = LAYOUT,
     ) -> None:
         self.name = name
         self.encodes_in, self.judges_in, self.sends_in = 0.1, 0.1, 0.5
@@ -139,7 +145,7 @@ class Party:
         self.accepted: list[str] = []
         self.store = StubStore(parties)
         self.replica = local.LocalReplica()
-        facts = local.ReplicaFacts(LAYOUT, fragments, [20] * fragments, False)
+        facts = local.ReplicaFacts(layout, fragments, [20] * fragments, False)
         self.replica.start(facts, SWARM, bytes(32), bytes(32))
         self._hub, self._parties = hub, parties
         network: Any = SimpleNamespace(
@@ -178,7 +184,8 @@ class Party:
             while True:  # refresh the claims
                 for peer in self._parties:
                     if peer != self.name:
-                        here = Here(self.replica.fingerprint, self.outer_step, BLOCKS)
+                        other = getattr(self._parties[peer], "replica", self.replica)
+                        here = Here(self.replica.fingerprint, self.outer_step, other.blocks)
                         self.discovery.received(peer, here)
                 await trio.sleep(60.0)
 
@@ -191,7 +198,13 @@ class Party:
         self.steps += steps
         outer_step = self.replica.outer_steps[fragment]
         self.exchange.outer_step_due(
-            local.OuterStepDue(fragment, outer_step, self.steps, step_seconds)
+            local.OuterStepDue(
+                fragment,
+                outer_step,
+                self.steps,
+                step_seconds,
+                self.replica.within(self.replica.blocks, fragment),
+            )
         )
 
     def outcome(self, name: str) -> int:
@@ -218,9 +231,10 @@ class Party:
 
     async def _take_snapshot(self, message: local.TakeSnapshot) -> None:
         await trio.sleep(self.encodes_in)
-        blocks = self.replica.within(message.blocks, message.fragment)
         step = self.replica.outer_steps[message.fragment]
-        written = local.SnapshotWritten(message.session, message.fragment, "out", step, blocks)
+        written = local.SnapshotWritten(
+            message.session, message.fragment, "out", step, message.blocks
+        )
         self.exchange.snapshot_written(written)
 
     async def _apply(self, message: local.ApplyPayload) -> None:

@@ -25,15 +25,15 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.files import write_atomically
 from swarmnode.p2p.identity import from_key
 from swarmnode.policy.device import HEADROOM, probe
-from swarmnode.stages.recovery import (
+from swarmnode.stages.specs import stage_memory, stage_specs
+from swarmnode.stages.trainer.crew_model import estimate_cost
+from swarmnode.stages.trainer.stage_checkpoints import (
     CHECKPOINTS,
     decode_state,
     find_checkpoints,
     read_checkpoint,
     stage_layouts,
 )
-from swarmnode.stages.trainer import estimate_cost
-from swarmnode.stages.wire import stage_memory, stage_specs
 from tests.support.forked_node import ForkedNode, runs
 
 T = TypeVar("T")

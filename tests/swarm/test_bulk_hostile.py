@@ -7,10 +7,9 @@ import pytest
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
-from swarmnode.p2p import reputation
-from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, serving
+from swarmnode.p2p.bulk import BulkSource, MemorySink, serving
 from swarmnode.p2p.stream_calls import LENGTH, frame, read_frame
-from swarmnode.wire import bulk, codec, ids, limits
+from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import (
     BulkManifest,
     BulkManifestResponse,
@@ -179,23 +178,6 @@ async def test_resumes_a_broken_transfer_from_another_peer(tmp_path):
         assert client.bulk.statistics().received_bytes - before == 5 * CHUNK
 
 
-async def test_idle_reader_loses_its_slot(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "STALL_SECONDS", 0.5)
-    async with hosts(tmp_path, 2) as (server, client):
-        source, sink = honest(server, 32, MIB)
-        request = BulkRequest(TRANSFER, source.root, bulk.pack_wanted(range(32), 32))
-        async with contextlib.AsyncExitStack() as stack:
-            stream = await client.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
-            stack.push_async_callback(stream.reset)
-            await stream.write(framed(request))
-            await until(lambda: server.bulk.statistics().serving == 1)
-            await until(lambda: server.bulk.statistics().serving == 0)
-        assert server.bulk.statistics().served == {"stalled": 1}
-        monkeypatch.undo()
-        await fetch(client, server, sink)
-        assert sink.complete
-
-
 # -- flooding peers
 
 
@@ -224,17 +206,3 @@ async def _grab(greedy, server, request: bytes) -> None:
         stream = await greedy.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
         await stream.write(request)
         await trio.sleep_forever()
-
-
-async def test_a_greylisted_peer_gets_nothing(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        _, sink = honest(server)
-        server.reputation.rejected(
-            client.peer_id, "test", trio.current_time(), cost=-reputation.GREYLIST + 1
-        )
-        assert not server.is_allowed(client.peer_id)
-        with pytest.raises(PeerError) as caught:
-            await fetch(client, server, sink, deadline=3)
-        assert not isinstance(caught.value, Declined)
-        assert server.bulk.statistics().served == {"unwelcome": 1}
-        assert len(sink.missing()) == 8

@@ -8,14 +8,16 @@ import pytest
 import torch
 import trio
 
-from swarmnode.averaging.gate import Losses
 from swarmnode.config import Config
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.trainer import AverageProbe, Stage, averaged_parameters
-from swarmnode.stages.wire import StageAssignment
-from swarmnode.weights import discovery, exchange
-from swarmnode.weights.service import WeightService
+from swarmnode.stages.crew_messages import StageAssignment
+from swarmnode.stages.trainer.stage import Stage
+from swarmnode.stages.trainer.stage_averaging import AverageProbe, averaged_parameters
+from swarmnode.swarm.known import KnownPeers
+from swarmnode.weights.network import discovery, swaps
+from swarmnode.weights.network.service import WeightService
+from swarmnode.weights.trainer.gate import Losses
 from swarmnode.wire.envelope import Credentials
 from tests.support.crew_models import averaging_of, opened
 from tests.support.hosts import hosts
@@ -36,7 +38,12 @@ class Holder:
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(
-            network, Credentials(key, SWARM), config.weights, directory, self._send_to_trainer
+            network,
+            Credentials(key, SWARM),
+            config.weights,
+            KnownPeers(everyone=True),
+            directory,
+            self._send_to_trainer,
         )
         self._token = trio.lowlevel.current_trio_token()
         self.averaging = averaging_of(config, self.stage, self._send)
@@ -74,14 +81,6 @@ class Holder:
         return self.service.statistics().candidates
 
 
-def phi_of(holder):
-    return {
-        n.removeprefix("phi."): t
-        for n, t in holder.averaging.tensors().items()
-        if n.startswith("phi.")
-    }
-
-
 def distance(a, b):
     """Return the distance of two holders over their common layers."""
     one, other = a.weights(), b.weights()
@@ -98,17 +97,17 @@ def as_good(_probe, _mine, _mean, answer):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(swaps, "COPY_WAIT_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
     monkeypatch.setattr(AverageProbe, "measure", as_good)
 
 
 @contextlib.asynccontextmanager
-async def stages(tmp_path, seats):
+async def stages(tmp_path, seats, layers=4, fragments=1):
     """Yield a holder for each (crew, stage, cut of the crew; default: two halves). Hosts are
     connected and weight planes run, but no holder is connected to its own plane yet."""
-    path = write_deep_model(tmp_path / "model", layers=4)
-    weights = {"rule": "gossip", "fragments": 1, "sync_every": 4}
+    path = write_deep_model(tmp_path / "model", layers=layers)
+    weights = {"fragments": fragments, "sync_every": 4}
 
     def config(directory):
         policy = {"model": str(path), "devices": "cpu"}
@@ -176,32 +175,3 @@ async def test_averages_only_equal_layers_of_another_crew(
         before, others = await meet(first, second), head.weights()
         assert distance(first, second) < 0.1 * before
         assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
-
-
-async def test_differently_cut_crews_average_common_layers(
-    tmp_path,
-):
-    async with stages(tmp_path, [(1, 1), (2, 1, 1, 3)]) as (half, long):
-        shared = half.weights().keys() & long.weights().keys()
-        assert shared == half.weights().keys()
-        assert {name.split(".")[2] for name in long.weights().keys() - shared} == {"1"}
-        for holder in (half, long):
-            holder.connect()
-        await until(lambda: half.candidates() == long.candidates() == 1)
-        before = await meet(half, long)
-        assert distance(half, long) < 0.1 * before
-
-
-async def test_suspended_stage_does_not_average(tmp_path, monkeypatch):
-    async with stages(tmp_path, [(1, 1)]) as (holder,):
-        between = []
-        holder.averaging.begin()
-        monkeypatch.setattr(
-            holder.averaging,
-            "between_steps",
-            lambda *args, **kinds: between.append(holder.steps),
-        )
-        for allowed in (True, False, True):
-            holder.averaging._may_average = lambda allowed=allowed: allowed
-            holder.step()
-        assert between == [1, 3]

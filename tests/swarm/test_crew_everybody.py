@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.recovery import CHECKPOINTS, find_checkpoints
+from swarmnode.stages.trainer.stage_checkpoints import CHECKPOINTS, find_checkpoints
 from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import WholeCrew, restored, start, stop, until, whole_settings
 

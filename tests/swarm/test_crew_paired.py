@@ -1,7 +1,7 @@
 """Two crews of three real nodes with equal keys and seeds: one loses stages, and both end with
 bit-identical weights.
 
-tests/unit/trainer/test_crew_trainer.py does the same with trainers in one process.
+tests/unit/recovery/test_restore.py does the same with stages in one process.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""`swarmnode demo` with a liar and a killed node."""
+"""`swarmnode demo` with a liar and a killed node. `make fresh` runs the one with a real model."""
 
 import os
 import subprocess

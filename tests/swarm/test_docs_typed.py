@@ -9,7 +9,7 @@ after one step.
 import json
 import os
 import re
-import shutil
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,14 +21,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.netns import Topology, missing
 from tests.support.terminal import typed
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 JOIN_AND_HOST = "docs/join-and-host.md"
 PARTS = {
     "README": ("README.md", None),
+    "two machines": (JOIN_AND_HOST, ("Two machines at home",)),
     "train alone": (JOIN_AND_HOST, ("", "Train alone first")),
     "join": (JOIN_AND_HOST, ("Join a swarm",)),
     "host": (JOIN_AND_HOST, ("Host a swarm", "Runbook: a public swarm")),
@@ -36,13 +38,14 @@ PARTS = {
     "operations": ("docs/operations.md", None),
     "engines": ("docs/engines-and-hardware.md", None),
     "stages": ("docs/stages.md", None),
+    "move": ("docs/move.md", None),
 }
 """Part → its page and the headings of its sections ("" is the text before the first heading). None:
 the whole page."""
 PASSPHRASE = "five random words are good"
 
 NOT_HERE = {
-    r"make demo": "tests/swarm/test_demo.py runs it",
+    r"make demo": "`make fresh` runs it",
     r"make test": "runs this",
     r"pip install (--no-deps )?-r requirements/": "`make fresh` installs them",
     r"uv tool install ": "needs a package index; `tests/deploy/test_setup.py` runs it",
@@ -51,7 +54,8 @@ NOT_HERE = {
     r"swarmnode rollback \d+": "needs a state that is kept after a quarter of an hour",
     r"swarmnode run --set policy\.devices=cuda:0,cuda:2": "needs three GPUs",
     r"swarmnode run .*policy\.server\.url=": "needs a server; tests/unit/policy/test_served.py",
-    r"swarmnode demo --crew": "tests/swarm/test_demo.py runs it",
+    r"swarmnode serve": "runs until Ctrl-C; tests/unit/cli/test_talk.py asks it",
+    r"swarmnode demo --crew": "tests/swarm/test_crew_nodes.py kills members of a crew",
 }
 """Commands that cannot be typed here, and the reason."""
 
@@ -75,6 +79,7 @@ ANSWERS = {
         ("repeat the passphrase", PASSPHRASE),
     ],
     "swarmnode init --successor": [("[y/N]", "y")],
+    "swarmnode chat": [("> ", "2+3="), ("> ", "\x04")],
 }
 """Prompts of a command, and the replies."""
 
@@ -99,7 +104,7 @@ def shell_lines(text):
         for line in lines
         if (
             match := re.match(
-                r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|uv|make|scp) .*)", line
+                r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|uv|make|scp|tar|mkdir) .*)", line
             )
         )
     ]
@@ -149,40 +154,74 @@ class Machine:
             "SWARMNODE_POLICY_THREADS": "1",
         }
         self.data = home / ".local/state/swarmnode"
+        self.prefix = []
+        """Command that starts a shell on this machine."""
+
+    def fetch(self, url):
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.read()
 
     def types(self, line, answers=()):
+        if self.prefix:
+            line = shlex.join([*self.prefix, "bash", "-c", line])
         code, written = typed(line, self.env, self.home, answers, seconds=600)
         assert code == 0, f"{line}: {code}\n{written[-3000:]}"
         return written
 
-    def starts(self, line, data=None, stays=False):
-        """Start a node. stays: it does not end after one step, but takes few steps."""
+    def starts(self, line, data=None, stays=False, text=""):
+        """Start a node. stays: it does not end after one step, but takes few steps. text: its
+        standard input."""
         env = self.env | (
             {"SWARMNODE_TRAINING_MAX_STEPS": "0", "SWARMNODE_TRAINING_STEP_INTERVAL": "30"}
             if stays
             else {}
         )
-        return Node(self, line, env, data or self.data)
+        return Node(self, line, env, data or self.data, text)
+
+
+class LanMachine(Machine):
+    """A machine in a namespace of a local network. Its node takes a step per second."""
+
+    def __init__(self, home, net, name, address):
+        super().__init__(home)
+        self._net, self._name = net, name
+        net.public(name, address)
+        self.prefix = ["ip", "netns", "exec", Path(net.file(name)).name]
+        for key in ("HTTP_PORT", "NETWORK_MDNS", "TRAINING_MAX_STEPS"):
+            del self.env[f"SWARMNODE_{key}"]
+        self.env["SWARMNODE_TRAINING_STEP_INTERVAL"] = "1"
+
+    def fetch(self, url):
+        return self._net.get(self._name, url, seconds=5)
+
+    def moves(self, before, after):
+        """Change the address of this machine, as a router does after a restart."""
+        for change in (["del", f"{before}/24"], ["add", f"{after}/24"]):
+            command = ["ip", "addr", *change, "dev", "outside"]
+            self._net.run(self._name, command, check=True)
 
 
 class Node:
     """A shell command that runs until it ends or is stopped."""
 
-    def __init__(self, machine, line, env, data):
+    def __init__(self, machine, line, env, data, text):
         self.line = line
+        self._machine = machine
         self._addresses = data / "run" / "addresses.json"
         self._addresses.unlink(missing_ok=True)
         self._log = machine.home / "node.log"
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                ["bash", "-c", line],
+                [*machine.prefix, "bash", "-c", line],
                 env=env,
                 cwd=machine.home,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+        with self._process.stdin as stdin:
+            stdin.write(text.encode())
 
     def until(self, condition, seconds=600.0):
         """Wait until the snapshot of its status page satisfies `condition`."""
@@ -191,9 +230,8 @@ class Node:
             assert self._process.poll() is None, self.log_tail()
             with suppress(OSError, ValueError, KeyError):
                 url = json.loads(self._addresses.read_text())["http"]
-                with urllib.request.urlopen(f"{url}/status?points=1", timeout=5) as answer:
-                    if condition(json.load(answer)["snapshot"]):
-                        return self
+                if condition(json.loads(self._machine.fetch(f"{url}/status?points=1"))["snapshot"]):
+                    return self
             time.sleep(0.3)
         raise AssertionError(self.log_tail())
 
@@ -400,25 +438,72 @@ def test_host_a_swarm(world):
 
 
 def test_train_alone(world):
-    home = world.machine("newcomer").home
-    shutil.copytree(ROOT / "swarmnode" / "policy" / "embedded", home / "model")
-    ask = "State the final answer to the following arithmetic problem:"
-    rows = [
-        {"prompt": f"{ask} {a} {sign} {b} =", "answer": str(a + b if sign == "+" else a - b)}
-        for a in range(1, 10)
-        for b in range(1, 10)
-        for sign in "+-"
-    ]
-    (home / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = dict(follow(world, "train alone"))
     measured = [
-        next(row.split() for row in written.splitlines() if row.startswith("data/mine"))
+        next(row.split() for row in written.splitlines() if row.startswith("chat/json_fields"))
         for line, written in done.items()
         if line.startswith("swarmnode eval")
     ]
     before, after = (float(row[3]) for row in measured)
     assert after > before + 0.1
     assert not any("FAIL" in written or "warning" in written for written in done.values())
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+def test_two_machines_at_home(world, tmp_path):
+    """The machines find each other again when both have other addresses: by mDNS."""
+    founds, runs, joins = (
+        line.replace("smollm2", "embedded").replace("chat/json_fields", "builtin/sum")
+        for line in commands("two machines")
+    )
+    world.read |= set(commands("two machines"))
+    used_peers = lambda snapshot: trains(snapshot) and snapshot["trainer"]["report"]["peers_used"]
+    with Topology() as net:
+        desk = LanMachine(tmp_path / "desk", net, "desk", "192.168.7.2")
+        attic = LanMachine(tmp_path / "attic", net, "attic", "192.168.7.3")
+        nodes = []
+        try:
+            invite = desk.types(founds).splitlines()[-1]
+            nodes = [desk.starts(runs), attic.starts(joins, text=f"{invite}\n")]
+            for node, other in zip(nodes, ("attic", "desk"), strict=True):
+                node.until(used_peers)
+                node.until(
+                    lambda snapshot, other=other: (
+                        other in [row["name"] for row in snapshot["swarm"]["rows"]]
+                    )
+                )
+            for node in nodes:
+                node.stop()
+            desk.moves("192.168.7.2", "192.168.7.8")
+            attic.moves("192.168.7.3", "192.168.7.9")
+            nodes = [machine.starts(runs) for machine in (desk, attic)]
+            for node in nodes:
+                node.until(has_peers)
+            for node in nodes:
+                node.stop()
+        finally:
+            for node in nodes:
+                node.kill()
+
+
+def test_move_a_node(world):
+    old, new = world.machine("mover"), world.machine("moved")
+    world.starts("mover", "swarmnode run", stays=True).until(trains)
+    *leaves, copies, unpacks, checks, runs = commands("move")
+    world.read |= set(commands("move"))
+    for line in [*leaves, copies.replace("scp ", "cp ").replace("new:", f"{new.home}/")]:
+        old.types(line)
+    new.types(unpacks)
+    assert "FAIL" not in new.types(checks)
+    new.env["SWARMNODE_TRAINING_MAX_STEPS"] = "2"
+    world.starts("moved", runs).ends()
+    (present,) = (
+        state["step"]
+        for state in json.loads(new.types("swarmnode rollback --json"))["states"]
+        if state["present"]
+    )
+    assert present == 2
+    assert new.types("swarmnode key show") == old.types("swarmnode key show")
 
 
 def test_own_task(world):
@@ -443,7 +528,7 @@ def test_operations(world):
 
 def test_engines(world):
     done = dict(follow(world, "engines"))
-    (printed,) = [text for line, text in done.items() if line.startswith("swarmnode serve-command")]
+    (printed,) = [text for line, text in done.items() if line.startswith("swarmnode vllm-command")]
     assert "--enable-lora --max-lora-rank 16" in printed
 
 

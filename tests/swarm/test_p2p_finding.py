@@ -1,11 +1,14 @@
-"""Real hosts find each other, also after outages: peer exchange, address book."""
+"""Real hosts find each other, also after outages: neighbours, address book."""
+
+from functools import partial
 
 import pytest
 import trio
 
+from swarmnode.errors import PeerError
 from swarmnode.p2p import turnover
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
+from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, PeerAddresses, Summary
 from tests.support.hosts import echo, host, hosts
 from tests.support.waiting import until
 
@@ -15,10 +18,17 @@ NAME = "/test/echo/1"
 OTHER = bytes([7]) * 32
 
 
-async def test_nodes_with_one_bootstrap_peer_find_each_other(tmp_path):
-    async with hosts(tmp_path, 4) as networks:
-        await until(lambda: all(len(network.connected()) == 3 for network in networks))
-        assert sum(network.statistics().exchange["learned"] for network in networks) >= 3
+async def ask(one, other, request):
+    """Return the answer of `other` to a request of `one`."""
+    limit = limits.NEIGHBOURS_RESPONSE_BYTES
+    data = await one.requests.request(
+        other.peer_id,
+        ids.NEIGHBOURS_PROTOCOL,
+        codec.encode(request),
+        deadline=5.0,
+        max_response_bytes=limit,
+    )
+    return codec.decode(data, NeighboursResponse, limit)
 
 
 async def test_full_bootstrap_peer_admits_new_nodes(tmp_path, monkeypatch):
@@ -40,11 +50,7 @@ async def test_nodes_of_different_swarms_do_not_connect(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         async with host(tmp_path / "c", initial_peers=a.listen_addrs, swarm=OTHER) as c:
             await until(
-                lambda: (
-                    c.statistics().exchange["other_swarm"]
-                    == a.statistics().exchange["other_swarm"]
-                    == 1
-                )
+                lambda: all(each.statistics().reported_addresses["other_swarm"] for each in (a, c))
             )
             assert set(c.connected()) == {a.peer_id}
             assert b.peers.get(c.peer_id) is None
@@ -54,13 +60,8 @@ async def test_stranger_gets_no_addresses(tmp_path):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: all(len(network.connected()) == 2 for network in (a, b, c)))
         for swarm, expected in ((bytes(32), {c.peer_id}), (OTHER, set())):
-            data, limit = codec.encode(PeersRequest(swarm, [])), limits.PEERS_RESPONSE_BYTES
-            answer = await b.requests.request(
-                a.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit
-            )
-            assert {
-                each.peer for each in codec.decode(answer, PeersResponse, limit).peers
-            } == expected
+            answer = await ask(b, a, NeighboursRequest(swarm, [], b"", b"", 0))
+            assert {each.peer for each in answer.peers} == expected
 
 
 async def test_restarted_bootstrap_peer_is_found_again(tmp_path):
@@ -90,20 +91,6 @@ async def test_restarted_bootstrap_peer_is_found_again(tmp_path):
                 assert answer == b"hello again"
 
 
-async def test_last_node_continues_and_accepts_returning_peers(tmp_path):
-    async with host(tmp_path / "a") as a:
-        async with (
-            host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
-            host(tmp_path / "c", initial_peers=a.listen_addrs),
-        ):
-            await until(lambda: len(a.connected()) == len(b.connected()) == 2)
-        await until(lambda: a.connected() == [])
-        # It finds them by the addresses from peer exchange.
-        await until(lambda: a.statistics().peers.dial_failures >= 2)
-        async with host(tmp_path / "b"):  # without a bootstrap list, at its old port
-            await until(lambda: len(a.connected()) == 1)
-
-
 async def test_address_book_replaces_a_lost_bootstrap_peer(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
@@ -117,7 +104,7 @@ async def test_address_book_replaces_a_lost_bootstrap_peer(tmp_path):
         assert b.statistics().peers.known_by_source["book"] >= 1
 
 
-async def test_false_peer_exchange_costs_few_dials(tmp_path):
+async def test_false_addresses_cost_few_dials(tmp_path):
     """The hostile peer claims addresses of others, of no node, of the honest node, and too many.
     The honest node keeps valid ones and stays connected."""
     async with hosts(tmp_path, 2) as (honest, liar):
@@ -137,16 +124,16 @@ async def test_false_peer_exchange_costs_few_dials(tmp_path):
                     ],
                 ),
             ]
-            return codec.encode(PeersResponse(bytes(32), addresses))
+            return codec.encode(NeighboursResponse(bytes(32), addresses, [], [], b""))
 
         liar.requests.serve(
-            ids.PEERS_PROTOCOL, lie, max_request_bytes=9999, max_response_bytes=99999
+            ids.NEIGHBOURS_PROTOCOL, lie, max_request_bytes=9999, max_response_bytes=99999
         )
         before = honest.statistics().peers.known
-        await honest.discovery.exchange.ask(liar.peer_id)
+        await honest.neighbours.ask(liar.peer_id)
         assert honest.statistics().peers.known == before
-        assert honest.statistics().exchange["malformed"] == 2
-        assert honest.statistics().exchange["out_of_reach"] == 3
+        assert honest.statistics().reported_addresses["malformed"] == 2
+        assert honest.statistics().reported_addresses["out_of_reach"] == 3
 
 
 async def test_accepts_a_claimed_port_but_no_foreign_address(tmp_path):
@@ -155,21 +142,42 @@ async def test_accepts_a_claimed_port_but_no_foreign_address(tmp_path):
         server.peers.get(client.peer_id).addresses.clear()
         good = ["/ip4/0.0.0.0/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
         bad = ["/ip4/8.8.8.8/tcp/53", "/dns4/victim.example/tcp/80", "/ip4/127.0.0.1/tcp/0"]
-        data, limit = codec.encode(PeersRequest(bytes(32), bad + good)), limits.PEERS_RESPONSE_BYTES
-        await client.requests.request(
-            server.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit
-        )
+        await ask(client, server, NeighboursRequest(bytes(32), bad + good, b"", b"", 0))
         assert server.peers.get(client.peer_id).addresses == [
             "/ip4/127.0.0.1/tcp/7001",
             "/ip4/127.0.0.1/tcp/7002",
         ]
 
 
-async def test_frequent_peer_exchange_is_rate_limited(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        for _ in range(20):
-            await client.discovery.exchange.ask(server.peer_id)
-        served = server.statistics().requests.served[ids.PEERS_PROTOCOL]
-        assert served["ok"] <= 6
-        assert served["failed"] >= 14
-        assert server.connected() == [client.peer_id]
+async def test_garbage_is_rejected_and_later_requests_work(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        for garbage in (b"", b"\xc1" * 400, b"\xdf\xff\xff\xff\xff", bytes(100_000)):
+            with pytest.raises(PeerError), trio.fail_after(10):
+                await b.requests.request(
+                    a.peer_id,
+                    ids.NEIGHBOURS_PROTOCOL,
+                    garbage,
+                    deadline=5,
+                    max_response_bytes=2**16,
+                )
+        assert a.statistics().requests.served[ids.NEIGHBOURS_PROTOCOL]["malformed"] == 4
+        assert (await ask(b, a, NeighboursRequest(bytes(32), [], b"", b"", 0))).swarm == bytes(32)
+        assert a.connected() == [b.peer_id]
+
+
+async def test_summaries_pass_through_a_node_without_one(tmp_path):
+    async with hosts(tmp_path, 3) as (middle, first, last):
+        for network, name in ((first, "a"), (last, "c")):
+            network.neighbours.own_summary = partial(own_summary, network, name)
+        await until(lambda: all(len(each.connected()) == 2 for each in (first, middle, last)))
+        # `last` never asks `first`, so its summary reaches `first` through `middle`.
+        await last.neighbours.ask(middle.peer_id)
+        await first.neighbours.ask(middle.peer_id)
+        claims = [(claim.peer, claim.name) for claim in first.neighbours.statistics().rows]
+        assert claims == [(last.peer_id, "c")]
+        shown = {claim.name: claim.direct for claim in middle.neighbours.statistics().rows}
+        assert shown == {"a": True, "c": True}
+
+
+def own_summary(network, name, created_at):
+    return Summary(name, "0.1.0", created_at, 60, 5, 5, 0.5, 5, 9, len(network.connected()))

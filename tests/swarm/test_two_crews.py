@@ -3,7 +3,7 @@ each stage is averaged with the same stage of the other crew."""
 
 import pytest
 
-from swarmnode.demo.nodes import ACCEPTED_OUTCOMES
+from swarmnode.demo.verdict import ACCEPTED_OUTCOMES
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import (
@@ -65,10 +65,10 @@ class Crews:
 def crews(tmp_path_factory):
     directory = tmp_path_factory.mktemp("crews")
     # Two layers, so that both crews split alike. Steps are small, so that the gate accepts the
-    # difference between two crews. No third crew exists to compare the second one's state with.
+    # difference between two crews.
     model = write_deep_model(directory / "model", layers=2, tied=False)
     sections = {
-        "weights": {"sync_every": 2, "fragments": 1, "join_from_one": True},
+        "weights": {"sync_every": 2, "fragments": 1},
         "training": {"learning_rate": 1e-6, "step_interval": 0.3},
     }
     nodes = [

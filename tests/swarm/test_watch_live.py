@@ -56,10 +56,12 @@ averaging, caps."""
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "only while sharing is paused",
-    "swarmnode_top_answer_share": "only with the verifier `majority`",
     "swarmnode_environment_share": "only with tasks of several turns",
     "swarmnode_server_sampling": "only with an inference server",
     "swarmnode_rollouts_false_listings_total": "no peer lies",
+    "swarmnode_state_due_timestamp_seconds": "no save is due",
+    "swarmnode_learning_problem": "the policy learns",
+    "ALERTS": "no alert is pending",
 }
 """Metrics and labels whose panels may be empty on a healthy CPU node, and the reason."""
 SECONDS = 240.0

@@ -10,8 +10,11 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, exchange, local
+from swarmnode.swarm.known import KnownPeers
+from swarmnode.weights import local
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
+from swarmnode.weights.network import discovery, swaps
+from swarmnode.weights.rule import NOLOCO
 from swarmnode.wire import ids
 from tests.support.hosts import hosts
 from tests.support.replica import BASE, CONFIG, SWARM, TOKENIZER, Node, averaging, identical
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.swarm
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(swaps, "COPY_WAIT_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
@@ -62,52 +65,26 @@ def rounded(tensors):
     return {name: tensor.to(torch.bfloat16).float() for name, tensor in tensors.items()}
 
 
-async def test_pair_averages_to_the_midpoint(tmp_path):
+def after_a_step(node, other):
+    """Return the weights of `node` after its first outer step, with `other`."""
+    start, mine, theirs = node.phi(), node.weights(), other.weights()
+    mean = {n: (t + theirs[n]) / 2 for n, t in mine.items()}
+    return {n: slow + NOLOCO.beta * (mean[n] - slow) for n, slow in start.items()}
+
+
+async def test_a_pair_steps_towards_its_mean(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        middle = {n: (t + b.weights()[n]) / 2 for n, t in a.weights().items()}
+        expected = after_a_step(a, b)
         a.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert distance(a, b) < 0.1
-        assert all(torch.allclose(t, middle[n], atol=PAYLOAD_ERROR) for n, t in a.weights().items())
-        assert a.counters.outer_clocks == b.counters.outer_clocks == [1]
+        assert all(
+            torch.allclose(t, expected[n], atol=PAYLOAD_ERROR) for n, t in a.weights().items()
+        )
+        assert a.counters.outer_clocks == b.counters.outer_clocks == [1, 1]
         assert a.counters.policy_version == 1
         payload = a.service.statistics().received_bytes
         assert 0.5 * 2 * 64 * 64 < payload < 1.02 * 2 * 64 * 64 + 600  # one policy, once
-
-
-async def test_swap_uses_the_trainer_socket_five_times(tmp_path):
-    async with nodes(tmp_path, 2) as (a, b):
-        for node in (a, b):
-            node.to_trainer.clear()
-            node.from_trainer.clear()
-        # which `due` delivers by itself
-        a.from_trainer.append(local.OuterStepDue(0, 0, 0, 0.01))
-        a.due()
-        await until(lambda: a.outcome("applied") and b.outcome("applied"))
-        crossed = [
-            [type(m).__name__ for m in (*node.from_trainer, *node.to_trainer)] for node in (a, b)
-        ]
-        assert sorted(crossed[0]) == [
-            "ApplyPayload",
-            "OuterStepDue",
-            "SnapshotWritten",
-            "SwapEnded",
-            "TakeSnapshot",
-        ]
-        assert sorted(crossed[1]) == [
-            "ApplyPayload",
-            "SnapshotWritten",
-            "SwapEnded",
-            "TakeSnapshot",
-        ]
-
-
-async def test_simultaneous_proposals_average_once(tmp_path):
-    async with nodes(tmp_path, 2) as (a, b):
-        a.due()
-        b.due()
-        await until(lambda: a.counters.outer_clocks == [1] and b.counters.outer_clocks == [1])
-        assert distance(a, b) < 0.1
 
 
 async def test_keeps_steps_taken_during_a_swap(tmp_path):
@@ -123,44 +100,6 @@ async def test_keeps_steps_taken_during_a_swap(tmp_path):
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         apart = {n: t - b.weights()[n] for n, t in a.weights().items()}
         assert all(torch.allclose(apart[n], t, atol=PAYLOAD_ERROR) for n, t in moved.items())
-
-
-async def test_takes_a_solo_outer_step_without_peers(tmp_path):
-    async with nodes(tmp_path, 1) as (a,):
-        a.due()
-        await until(lambda: a.counters.solo_steps_total == 1)
-        assert a.outcome("solo") == 1
-
-
-async def test_resting_partner_is_busy(tmp_path):
-    async with nodes(tmp_path, 2) as (a, b):
-        b.due(step_seconds=10.0)  # slow enough to rest for two minutes afterwards
-        await until(lambda: a.outcome("applied") and b.outcome("applied"))
-        b.step()
-        a.step()
-        a.due()
-        await until(lambda: a.outcome("solo"))
-        assert a.outcome("busy") == 1
-        assert b.outcome("applied") == 1
-        await until(lambda: a.counters.outer_clocks == [2])
-
-
-async def test_trainer_restart_costs_one_swap(tmp_path, monkeypatch):
-    # Otherwise the other node would avoid this one for a while.
-    monkeypatch.setattr(exchange, "FAILURE_FACTOR", 0.0)
-    async with nodes(tmp_path, 2) as (a, b):
-        a.hold = {local.ApplyPayload}
-        a.due()
-        await until(lambda: any(isinstance(m, local.ApplyPayload) for m in a.to_trainer))
-        before = a.weights()
-        a.connect()
-        assert a.service.statistics().phase == "idle"
-        await until(lambda: +Counter(a.service.statistics().failures) == {"no_trainer": 1})
-        assert identical(before, a.weights())
-        a.hold = set()
-        await until(lambda: b.service.statistics().phase == "idle" and a.candidates() == 1)
-        a.due()
-        await until(lambda: a.outcome("applied"))
 
 
 async def test_starts_no_exchange_while_saving_a_state(tmp_path):
@@ -199,25 +138,25 @@ async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
             )
             node.step()
             old.append(node)
-            node.replica.receive(local.SoloStep(0))  # φ is its own now
+            node.replica.receive(local.SoloStep(0, node.blocks()))  # φ is its own now
         await until(lambda: all(node.counters.solo_steps_total for node in old))
-        # The third reports a false outer step.
+        # The third is a stranger with a false outer step.
         for clock, node in zip((30, 31, 900), old, strict=True):
-            node.counters.outer_clocks[0] = clock
+            node.counters.outer_clocks = [clock] * 2
             node.connect()
         await until(lambda: all(node.candidates() == 2 for node in old))
+        known = KnownPeers(frozenset(network.peer_id for network in networks[:2]))
         new = await stack.enter_async_context(
-            averaging(networks[3], keys[3], tmp_path / "3", fresh=True)
+            averaging(networks[3], keys[3], tmp_path / "3", fresh=True, known=known)
         )
         await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1})
         assert new.replica.wait_for_state(0)
-        # The outer step that two nodes report.
         assert new.service.statistics().catch_up.source == old[1].network.peer_id
         assert identical(new.weights(), rounded(old[1].phi()))
         assert identical(new.phi(), new.weights())
-        assert new.counters.outer_clocks == [31]
+        assert new.counters.outer_clocks == [31, 31]
         for node in old:
-            node.counters.outer_clocks[0] = 31
+            node.counters.outer_clocks = [31] * 2
             node.step()
             node.connect()
         await until(lambda: new.candidates() == 3)
@@ -244,7 +183,7 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
             node = await stack.enter_async_context(
                 averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
             )
-            node.counters.outer_clocks[0] = 30
+            node.counters.outer_clocks = [30] * 2
             node.connect()
         # The last one: its answer may take half a minute, and a joining node does not wait for it.
         node.hold = {local.WriteState}
@@ -257,53 +196,33 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
         )
 
 
-@pytest.mark.parametrize("from_one", [False, True])
-async def test_single_neighbour_is_trusted_only_if_configured(from_one, tmp_path, caplog):
-    async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        keys = [
-            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
-            for n in range(2)
-        ]
-        old = await stack.enter_async_context(averaging(networks[0], keys[0], tmp_path / "0"))
-        old.step()
-        old.counters.outer_clocks[0] = 30
-        old.connect()
-        cfg = CONFIG.model_copy(update={"join_from_one": from_one})
-        new = await stack.enter_async_context(
-            averaging(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg)
-        )
-        before = new.weights()
-        await until(lambda: new.replica.wait_for_state(0))
-        await until(
-            lambda: (
-                new.service.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {})
-            )
-        )
-        assert identical(new.weights(), rounded(old.phi()) if from_one else before)
-    advice = [line for line in caplog.messages if "weights.join_from_one" in line]
-    assert len(advice) == (0 if from_one else 1), "the log names the setting that allows it"
-
-
-async def test_disagreeing_neighbours_are_never_trusted_alone(tmp_path):
+@pytest.mark.parametrize("names_it", [False, True])
+async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
             for n in range(3)
         ]
-        for number, clock in enumerate((900, 30)):  # the first reports a false outer step
+        for number, clock in enumerate((30, 900)):  # the stranger is further ahead
             node = await stack.enter_async_context(
                 averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
             )
-            node.counters.outer_clocks[0] = clock
+            node.step()
+            node.counters.outer_clocks = [clock] * 2
             node.connect()
-        cfg = CONFIG.model_copy(update={"join_from_one": True})
+            if number == 0:
+                old = node
         with trio.fail_after(60):
             await wait_connected(networks[2], 2)
+        known = KnownPeers(frozenset({networks[0].peer_id} if names_it else ()))
         new = await stack.enter_async_context(
-            averaging(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg)
+            averaging(networks[2], keys[2], tmp_path / "2", fresh=True, known=known)
         )
+        before = new.weights()
         await until(lambda: new.replica.wait_for_state(0))
-        assert new.service.statistics().catch_up.source == networks[1].peer_id
+        taken = {"adopted": 1} if names_it else {}
+        await until(lambda: new.service.statistics().catch_up.adoptions == taken)
+        assert identical(new.weights(), rounded(old.phi()) if names_it else before)
 
 
 async def test_other_fingerprint_is_no_candidate(tmp_path):
@@ -329,17 +248,16 @@ async def test_other_fingerprint_is_no_candidate(tmp_path):
 
 async def test_averages_with_leading_peers_and_serves_lagging_ones(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        a.counters.outer_clocks[0] = 20
+        a.counters.outer_clocks = [20] * 2
         a.connect()
         await until(lambda: a.candidates() == 1)
-        ahead, behind = a.weights(), b.weights()
+        ahead, expected = a.weights(), after_a_step(b, a)
         b.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert identical(a.weights(), ahead)
         assert all(
-            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=PAYLOAD_ERROR)
-            for n, t in b.weights().items()
+            torch.allclose(t, expected[n], atol=PAYLOAD_ERROR) for n, t in b.weights().items()
         )
         assert +Counter(a.service.statistics().judged) == {"lagging": 1}
-        assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
+        assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21, 21], [2, 2])
         assert a.network.is_allowed(b.network.peer_id)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from swarmnode.config import TrainingConfig
 from swarmnode.demo.nodes import Liar
+from swarmnode.demo.verdict import ACCEPTED_OUTCOMES
 from swarmnode.p2p import identity
 from tests.support.forked_node import ForkedNode
 
@@ -43,7 +44,7 @@ would be 1. One exchange leaves 0.84 of a distance, at α = 0.5 and β = 0.7; ro
 thousandth."""
 
 
-def settings(number, port=0, learning=True):
+def settings(number, port=0, learning=True, known=()):
     return {
         "swarm": {"name": "weights"},
         "network": {"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"], "mdns": False},
@@ -60,6 +61,7 @@ def settings(number, port=0, learning=True):
         "sharing": {"enabled": False},  # sharing alone would halve the distance
         # Due every 0.8 s, the duration of an exchange on a busy machine.
         "weights": {"sync_every": SYNC_EVERY, "fragments": 1},
+        "stages": {"trust": list(known)},
         "http": {"port": 0},
     }
 
@@ -112,7 +114,7 @@ class Watched:
         # A new node is as far as the state it received.
         self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)
         for (one, (ones, _)), (other, (others, _)) in itertools.combinations(found, 2):
-            assert distance(ones, others) < EVER * np.sqrt(self.steps), (one.view, other.view)
+            assert distance(ones, others) < EVER * np.sqrt(self.steps), (one.status, other.status)
 
     def until(self, condition, what, seconds=240.0):
         deadline = time.monotonic() + seconds
@@ -122,8 +124,12 @@ class Watched:
                 return
             time.sleep(1.0)
         raise AssertionError(
-            f"not within {seconds} s: {what}: {[vars(node.view) for node in self.nodes]}"
+            f"not within {seconds} s: {what}: {[node.status for node in self.nodes]}"
         )
+
+
+def refusals(status):
+    return sum(n for cause, n in status.weights.judged.items() if cause not in ACCEPTED_OUTCOMES)
 
 
 def log_of(node, event):
@@ -141,13 +147,17 @@ def meeting_point(directory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    directory.mkdir(mode=0o700)
-    peer = identity.load_or_create(directory / "identity.key").peer_id
-    return port, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+    return port, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_of(directory)}"
+
+
+def peer_of(directory):
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return identity.load_or_create(directory / "identity.key").peer_id
 
 
 def test_replicas_converge_despite_death_join_and_liar(tmp_path):
     port, first = meeting_point(tmp_path / "node0")
+    known = [peer_of(tmp_path / f"node{i}") for i in (0, 1)]
     nodes = [
         ForkedNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port))
         for i in range(3)
@@ -155,7 +165,8 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
     liar = Liar("liar", tmp_path / "liar", settings(3))
     swarm = Watched(nodes)
     refused = lambda: sum(
-        sum(node.view.refused.values()) + node.view.rejected.get("malformed", 0) for node in nodes
+        refusals(node.status) + node.status.rollouts.admission.rejected.get("malformed", 0)
+        for node in nodes
     )
     try:
         for node in nodes:
@@ -164,29 +175,30 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
             [address for node in nodes for address in node.wait_for_address(time.monotonic() + 240)]
         )
         swarm.until(
-            lambda: all(node.view.outer_step >= 6 for node in nodes), "six outer steps everywhere"
+            lambda: all(node.averaging.outer_step >= 6 for node in nodes),
+            "six outer steps everywhere",
         )
 
         nodes[2].kill()
         shutil.rmtree(tmp_path / "node2")
-        nodes[2] = ForkedNode("node2", tmp_path / "node2", settings(2))
+        nodes[2] = ForkedNode("node2", tmp_path / "node2", settings(2, known=known))
         nodes[2].start([first])
-        swarm.until(lambda: nodes[2].view.step > 0, "the newcomer trains")
+        swarm.until(lambda: nodes[2].report.step > 0, "the newcomer trains")
         taken = log_of(nodes[2], "adopted the state of")
         assert len(taken) == 1
-        peers = [node.view.peer for node in nodes[:2]]
-        assert any(peer in taken[0]["event"] for peer in peers)
-        assert nodes[2].view.outer_step > 0
+        assert any(peer in taken[0]["event"] for peer in known)
+        assert nodes[2].averaging.outer_step > 0
 
         done = lambda: all(
-            node.view.outer_step >= OUTER_STEPS and node.view.exchanges > 0 for node in nodes
+            node.averaging.outer_step >= OUTER_STEPS and node.averaging.exchanges_total > 0
+            for node in nodes
         )
         swarm.until(done, "twelve outer steps, and the newcomer has averaged")
         swarm.until(refused, "the liar was refused")
         swarm.until(
             lambda: held(nodes[0], nodes[1]) < HELD, "replicas that learn are held together"
         )
-        assert all(node.view.restarts == 0 for node in nodes)
+        assert all(not any(node.status.supervisor.restarts.values()) for node in nodes)
 
         for node in nodes:
             node.stop()
@@ -200,7 +212,7 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
             )
             nodes[i].start([first] if i else [])
         swarm.until(lambda: largest(nodes) < TOGETHER * apart, f"together, from {apart:.2f}")
-        assert all(node.view.restarts == 0 for node in nodes)
+        assert all(not any(node.status.supervisor.restarts.values()) for node in nodes)
         assert liar.alive()
     finally:
         liar.kill()

@@ -28,15 +28,6 @@ def test_kept_item_ends_a_row_of_drops():
     assert tally.statistics() == DropCounts(1, {"not_finite": 4, "no_signal": 1}, {"no_signal": 1})
 
 
-def test_zero_drops_are_no_reason():
-    tally = DropTally("completion dropped")
-    with capture_logs() as lines:
-        tally.drop("cut", 0)
-        tally.keep(0)
-    assert tally.statistics() == DropCounts()
-    assert lines == []
-
-
 def test_trainer_drops_match_the_report():
     drops = TrainerDrops()
     drops.group.drop("special_ids")

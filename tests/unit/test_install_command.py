@@ -29,16 +29,6 @@ def test_install_command_names_packages_outside_a_checkout(tmp_path, monkeypatch
     assert shlex.split(second)[:3] == ["pip", "install", "--no-deps"]
 
 
-def test_install_command_uses_lists_of_a_checkout(tmp_path, monkeypatch):
-    lists = tmp_path / "a checkout"
-    lists.mkdir()
-    (lists / "trainer.txt").touch()
-    monkeypatch.setattr(install, "LISTS", lists)
-    assert install.install_command("train") == (
-        f"pip install -r '{lists}/torch.txt' && pip install --no-deps -r '{lists}/trainer.txt'"
-    )
-
-
 @pytest.mark.parametrize("folder", ["swarmnode", "docs", "docker", "deploy", "README.md"])
 def test_no_text_installs_another_projects_package(folder):
     where = ROOT / folder

@@ -5,18 +5,17 @@ import shutil
 from importlib import resources
 
 import pytest
+from huggingface_hub import constants
 
-from swarmnode import cli, settings
-from swarmnode.config import Config
+from swarmnode import cli, model_defaults, settings
 from swarmnode.doctor import checks
-from swarmnode.swarm import export as exporting
-from swarmnode.swarm import manifest
 from swarmnode.swarm.membership import Membership
-from swarmnode.wire.messages import ModelRef
 from tests.support.fakes.policy import write_tiny_policy
-from tests.support.manifests import founded
 
-EMBEDDED, WHOLE, ADAPTER = (3e-4, 8), (1e-6, 256), (1e-5, 256)
+EMBEDDED = (3e-4, 8)
+UNKNOWN, UNKNOWN_ADAPTER = (1e-6, 256), (1e-4, 256)
+"""A model whose config.json is not here, and an adapter of rank 8 of it."""
+SMALL, SMALL_ADAPTER = (1e-5, 256), (1e-3, 256)
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +48,13 @@ def trained_with(config):
     ("model", "rank", "expected"),
     [
         ("embedded", 0, EMBEDDED),
-        ("embedded", 8, EMBEDDED),
-        ("org/model", 0, WHOLE),
-        ("org/model", 8, ADAPTER),
-        ("{models}/real", 0, WHOLE),
-        ("{models}/real", 8, ADAPTER),
-        ("{models}/damaged", 0, WHOLE),
-        ("{models}/none", 0, WHOLE),
+        ("org/model", 0, UNKNOWN),
+        ("org/model", 8, UNKNOWN_ADAPTER),
+        ("{models}/real", 0, SMALL),
+        ("{models}/damaged", 0, UNKNOWN),
+        ("{models}/none", 0, UNKNOWN),
+        ("smollm2", 8, SMALL_ADAPTER),
         ("{models}/exported", 0, EMBEDDED),
-        ("{models}/exported", 8, EMBEDDED),
         ("{models}/adapter", 0, EMBEDDED),
     ],
 )
@@ -73,56 +70,21 @@ def test_a_value_that_is_set_stays(models):
     assert trained_with(settings.load(overrides=printed).config) == (1e-6, 8)
 
 
-def test_recipe_overrides_defaults():
-    config = settings.load(recipe="24gb-7b-lora").config
-    assert trained_with(config) == (1e-5, 2048)
-
-
 def test_defaults_follow_when_the_model_changes(models):
     config = settings.load(overrides=["training.seed=3"]).config
     changed = settings.replaced(config, {"policy.model": str(models / "real")}, "test")
-    assert trained_with(changed) == WHOLE
-    assert trained_with(settings.replaced(changed, {"policy.lora.r": 4}, "test")) == ADAPTER
+    assert trained_with(changed) == SMALL
+    assert trained_with(settings.replaced(changed, {"policy.lora.r": 8}, "test")) == SMALL_ADAPTER
     back = settings.replaced(changed, {"policy.model": "embedded"}, "test")
     assert trained_with(back) == EMBEDDED
     assert not settings.is_set(changed, "training.learning_rate")
-
-
-def test_child_process_gets_the_same_values(models):
-    config = settings.load(overrides=[f"policy.model={models / 'real'}"]).config
-    assert trained_with(Config.model_validate_json(config.model_dump_json())) == WHOLE
-
-
-def test_config_show_names_the_origin(models, capsys, tmp_path):
-    printed = ["--set", f"policy.model={models / 'real'}", "-d", str(tmp_path)]
-    assert cli.run(["config", "show", "--json", *printed]) == 0
-    result = json.loads(capsys.readouterr().out)
-    rate, length = result["training.learning_rate"], result["training.max_completion_length"]
-    assert (rate["value"], length["value"]) == WHOLE
-    assert rate["origin"] == length["origin"] == "default for this model"
-    assert result["training.temperature"]["origin"] == "default"
-
-
-def test_manifest_has_the_models_completion_length(models):
-    config = Config.model_validate({"policy": {"model": str(models / "real")}})
-    assert founded(config=config).manifest.rollouts.max_tokens == 256
-
-
-def test_unset_values_follow_the_swarms_model():
-    opened = founded(
-        config=Config.model_validate({"policy": {"model": "org/model"}}),
-        models=[ModelRef("org/model", "", b"\1" * 32, b"\2" * 32)],
-    )
-    agreed, _ = manifest.apply_terms(Config(), opened)
-    assert agreed.policy.model == "org/model"
-    assert trained_with(agreed) == WHOLE
 
 
 def test_init_warns_of_a_spoiling_learning_rate(tmp_path, models, capsys):
     printed = [f"policy.model={models / 'real'}", "training.max_completion_length=8"]
     options = [part for text in printed for part in ("--set", text)]
     assert cli.run(["init", "-d", str(tmp_path), *options]) == 0
-    assert "warning: training.max_completion_length = 8 cuts" in capsys.readouterr().err
+    assert "warning: training.max_completion_length = 8 is" in capsys.readouterr().err
     other = tmp_path / "other"
     assert cli.run(["init", "-d", str(other), "--set", printed[0]]) == 0
     assert "warning" not in capsys.readouterr().err
@@ -141,25 +103,92 @@ def test_init_warns_of_a_spoiling_learning_rate(tmp_path, models, capsys):
 )
 def test_doctor_judges_training_by_the_model(printed, levels):
     config = settings.load(overrides=printed).config
-    found = checks.check_training(config.policy, config.training)
+    found = checks.check_training(config)
     assert [check.level for check in found] == levels
 
 
-def test_plan_shows_the_defaults_of_a_run(models, capsys):
-    assert cli.run(["plan", str(models / "real"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    found = {each["name"]: each["defaults"] for each in result["choices"]}
-    assert found["all weights"] == {"learning_rate": 1e-6, "max_completion_length": 256}
-    assert found["LoRA 16"] == {"learning_rate": 1e-5, "max_completion_length": 256}
-    assert result["length"] == 256 + 512
+@pytest.mark.parametrize(
+    ("parameters", "whole", "adapter"),
+    [
+        (134_515_008, 1e-5, 5e-4),
+        (1.54e9, 3e-6, 1.5e-4),
+        (7.6e9, 1.3e-6, 6.7e-5),
+    ],
+)
+def test_rate_falls_with_the_root_of_the_size(parameters, whole, adapter):
+    rate = model_defaults.learning_rate
+    assert (rate(parameters, 0, 32), rate(parameters, 16, 32)) == (whole, adapter)
 
 
-def test_export_names_the_learning_rate(models):
-    config = settings.load(overrides=[f"policy.model={models / 'real'}"]).config
-    terms = {key: settings.value(config, key) for key in exporting.CARD_SETTINGS}
-    assert terms["training.learning_rate"] == 1e-6
+def test_alpha_times_rate_is_constant():
+    load = lambda *printed: settings.load(overrides=["policy.model=smollm2", *printed]).config
+    for lora in ("policy.lora.r=4", "policy.lora.r=64", "policy.lora.lora_alpha=7"):
+        config = load("policy.lora.r=16", lora)
+        product = config.policy.lora.lora_alpha * config.training.learning_rate
+        assert product == pytest.approx(32 * 5e-4, rel=0.05)
 
 
-def test_template_names_values_of_other_models():
-    line = next(line for line in settings.template().splitlines() if "learning_rate" in line)
-    assert line == "# learning_rate = 0.0003  # another model: 1e-06, an adapter of one: 1e-05"
+def test_default_alpha_is_twice_the_rank(models):
+    config = settings.load(overrides=["policy.lora.r=24"]).config
+    assert config.policy.lora.lora_alpha == 48
+    assert not settings.is_set(config, "policy.lora.lora_alpha")
+    other = settings.replaced(config, {"policy.lora.r": 4}, "test")
+    assert other.policy.lora.lora_alpha == 8
+    assert settings.replaced(other, {"policy.lora.lora_alpha": 5}, "").policy.lora.lora_alpha == 5
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+"""config.json of Qwen2.5-0.5B-Instruct."""
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A cache of the Hub with the config.json of org/cached."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--org--cached"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (model / "snapshots" / ("0" * 40) / "config.json").write_text(json.dumps(QWEN))
+
+
+def test_size_of_a_hub_model_is_that_of_its_cached_config(hub_cache):
+    load = lambda *printed: settings.load(overrides=printed).config
+    assert trained_with(load("policy.model=org/cached")) == (5.2e-6, 256)
+    assert trained_with(load("policy.model=org/cached", "policy.lora.r=16")) == (2.6e-4, 256)
+    assert trained_with(load("policy.model=org/cached", "policy.revision=other")) == UNKNOWN
+
+
+def test_run_fetches_the_config_of_a_hub_model_for_its_rate(hub_cache, tmp_path, monkeypatch):
+    fetched = []
+
+    def download(model, name, revision):
+        fetched.append((model, name))
+        cache = tmp_path / "hub"
+        (cache / "models--org--cached").rename(cache / "models--org--model")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    printed = [f"node.data_dir={tmp_path / 'node'}", "policy.model=org/model"]
+    membership = Membership(settings.load(overrides=printed).config)
+    assert trained_with(membership.prepare()) == (5.2e-6, 256)
+    assert trained_with(membership.refresh()) == (5.2e-6, 256)
+    assert fetched == [("org/model", "config.json")]
+
+
+def test_recipes_have_the_rates_of_the_rule():
+    """They are written out, because a recipe is read before its model is downloaded."""
+    sizes = {"0.5B": 494e6, "1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9}
+    for recipe in settings.recipes():
+        policy, training = (c := settings.load(recipe=recipe.name).config).policy, c.training
+        size = policy.model.removeprefix("Qwen/Qwen2.5-").removesuffix("-Instruct")
+        rate = model_defaults.learning_rate(sizes[size], policy.lora.r, policy.lora.lora_alpha)
+        assert training.learning_rate == rate

@@ -84,20 +84,6 @@ def test_mistakes_name_their_origin():
         settings.load(overrides=["policy.quantization=4bit"])
 
 
-def test_only_a_named_file_must_exist(tmp_path):
-    assert settings.load().origins == {}
-    with pytest.raises(ConfigError, match="no such file"):
-        settings.load(tmp_path / "none.toml")
-
-
-def test_lists_and_texts_parse_as_toml_or_stay_text():
-    config = settings.load(
-        overrides=['network.initial_peers=["/ip4/1.2.3.4/tcp/1/p2p/x"]', "node.name=bob smith"]
-    ).config
-    assert config.network.initial_peers == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
-    assert config.node.name == "bob smith"
-
-
 def test_manifest_only_keys_are_not_settings():
     with pytest.raises(ConfigError, match=r"command line: unknown key swarm.id"):
         settings.load(overrides=["swarm.id=" + "0" * 64])

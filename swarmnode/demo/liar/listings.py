@@ -14,11 +14,11 @@ Every `GARBAGE_EVERY`th listing is garbage. The demo's liar and tests use this m
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 
 from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.frames import hostile_frames
+from swarmnode.latest import Latest
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
@@ -48,7 +48,7 @@ class ListingLiar:
         self._clock = clock
         self._rng = rng
         self._life = rng.randbytes(limits.LIFE_BYTES)
-        self._served: OrderedDict[bytes, bytes | None] = OrderedDict()
+        self._served = Latest[bytes, bytes | None](MAX_SERVED)
         """Listed content id → bytes to send; None for the response `unknown`."""
         self._listings = self._sequence = 0
 
@@ -72,8 +72,6 @@ class ListingLiar:
         if self._listings % GARBAGE_EVERY == 0:
             return self._rng.randbytes(200)
         listed = [self._list_group(*group) for group in self._draw_groups()]
-        while len(self._served) > MAX_SERVED:
-            self._served.popitem(last=False)
         position = self._listings * limits.LISTED
         return codec.encode(ListingResponse("ok", self._life, position, listed))
 

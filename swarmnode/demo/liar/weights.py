@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.weights.layout import BLOCK, SMALL_BLOCK
+from swarmnode.weights.layout import BLOCK
 from swarmnode.weights.messages import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -136,16 +136,10 @@ def _alter_body(body: bytes, elements: int, codec: str, kind: str) -> bytes:
         "flipped": lambda x: -x,
     }[kind]
     cut = len(body)
-    if codec in ("int4", "int8"):
-        width, block = (2, SMALL_BLOCK) if codec == "int4" else (4, BLOCK)
-        cut = width * -(-elements // block)
+    if codec == "int8":
+        cut = 4 * -(-elements // BLOCK)
         if kind == "flipped":  # negate the values, because receivers reject negative scales
-            values = np.frombuffer(body[cut:], "u1")
-            if codec == "int4":
-                flipped = 16 - (values & 15) | (16 - (values >> 4)) << 4
-            else:
-                flipped = 256 - values.astype("<u2")
-            return body[:cut] + flipped.astype("u1").tobytes()
+            return body[:cut] + (-np.frombuffer(body[cut:], "i1")).tobytes()
     if codec in ("int8", "float32"):
         floats = np.frombuffer(body[:cut], "<f4")
         return change(floats).astype("<f4").tobytes() + body[cut:]

@@ -5,13 +5,14 @@
 const POLL_MS = 2000;
 const STALE_MS = 7000;
 const POINTS = 360;
+const OLD_STEPS = 10; // age at which a held-out reward is called old
 
 // --- helpers ---------------------------------------------------------------------------------------------------------
 
 const byId = (id) => document.getElementById(id);
 
 function node(tag, attributes = {}, ...children) {
-  const svg = ["svg", "path", "line", "text", "rect", "g", "circle"].includes(tag);
+  const svg = ["svg", "path", "line", "text", "rect", "g", "circle", "title"].includes(tag);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
@@ -84,6 +85,17 @@ function perMinute(at, totals, bins) {
   return rates;
 }
 
+// Points at which a known value differs from the last known one.
+function changes(values) {
+  let last = null;
+  return values.flatMap((value, i) => {
+    if (!known(value)) return [];
+    const differs = last !== null && value !== last;
+    last = value;
+    return differs ? [i] : [];
+  });
+}
+
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -106,6 +118,7 @@ const LEFT = 44, RIGHT = 6, TOP = 6, BOTTOM = 20;
 
 class Chart {
   // options: title, height, wide, format, max (upper limit of the axis), integer, stacked, scale (divisor of the values),
+  //          mark (column; a vertical line where its value changes),
   //          optional (hidden without values), series: [{key, label, look, smooth, area, error}]; error: column with the
   //          standard error of key, drawn as a band
   constructor(options) {
@@ -120,9 +133,11 @@ class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // empty: text if nothing was measured
-  show(at, columns, empty) {
+  // empty: text if nothing was measured; recent: means over the last steps by key, for the caption
+  show(at, columns, empty, recent) {
     const { stacked, series, scale, optional } = this.options;
+    this.recent = series.map(({ key }) => recent[key]);
+    this.marks = changes(columns[this.options.mark] || []);
     this.figure.hidden = Boolean(optional) && !series.some(({ key }) => (columns[key] || []).some(known));
     this.errors = series.map(({ error }) => columns[error] || []);
     this.at = at;
@@ -170,10 +185,11 @@ class Chart {
 
     const when = this.bins ? at[0] + ((index + 0.5) / this.bins) * (at[at.length - 1] - at[0]) : at[index];
     const ago = this.chosen === null ? "" : ` · ${since(at[at.length - 1] - when)}`;
+    const read = (i) => (this.chosen === null && known(this.recent[i]) ? this.recent[i] : values[i][index]);
     this.caption.replaceChildren(node("span", { class: "title" }, title, node("span", { class: "muted" }, ago)));
     this.caption.append(node("span", { class: series.length > 1 ? "keys row" : "keys" }, ...series.map(({ label, look }, i) => (
-      node("span", { class: stacked ? "key box" : "key" }, node("i", { class: look }), label ? `${label} ` : "", node("b", {}, format(values[i][index])))))));
-    const valuesText = series.map(({ label }, i) => `${label} ${format(values[i][index])}`).join(", ");
+      node("span", { class: stacked ? "key box" : "key" }, node("i", { class: look }), label ? `${label} ` : "", node("b", {}, format(read(i))))))));
+    const valuesText = series.map(({ label }, i) => `${label} ${format(read(i))}`).join(", ");
     this.svg.setAttribute("aria-label", `${title}: ${valuesText}${ago}`);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
 
@@ -188,6 +204,10 @@ class Chart {
     const x = (time) => LEFT + ((time - at[0]) / (at[at.length - 1] - at[0] || 1)) * (right - LEFT);
     const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - TOP);
     const parts = this.axes(low, high, x, y, bottom, right);
+    for (const i of this.marks) {
+      parts.push(node("line", { class: "mark", x1: x(at[i]), x2: x(at[i]), y1: TOP, y2: bottom },
+        node("title", {}, "other tasks or another manifest: values before and after are not comparable")));
+    }
     if (stacked) parts.push(...this.blocks(y, right));
     else {
       series.forEach((one, i) => parts.push(...this.band(one, values[i], this.errors[i], x, (value) => y(Math.min(high, Math.max(low, value))))));
@@ -286,7 +306,7 @@ class Chart {
 }
 
 const CHARTS = [
-  new Chart({ title: "Reward", height: 220, wide: true, format: fixed(3), max: 1, series: [
+  new Chart({ title: "Reward", height: 220, wide: true, format: fixed(3), max: 1, mark: "terms", series: [
     { key: "reward_own", label: "own", look: "own", smooth: true },
     { key: "reward_external", label: "peers'", look: "external", smooth: true },
     { key: "reward_held_out", label: "held-out", look: "held-out", error: "reward_held_out_error" },
@@ -341,20 +361,34 @@ const waits = (own) => (own && known(own.bubble_share) ? `waiting ${Math.round(1
 
 function tiles(s) {
   const { rollouts, network } = s, { crew: c, own } = s.stages, member = !leads(s), report = (!member && s.trainer.report) || {};
+  const { recent } = s.trainer, there = s.trainer.connected;
   const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
   const error = known(report.reward_held_out_error) ? `±${report.reward_held_out_error.toFixed(3)}` : "";
-  const evaluated = member ? "measured by the crew's head" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
-  const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s per step` : "";
+  const behind = known(report.reward_held_out_step) ? report.step - report.reward_held_out_step : 0;
+  const evaluated = member ? "measured by the crew's head" : gained === null ? "not evaluated yet" : [
+    `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`,
+    known(report.reward_held_out_step) ? `at step ${count(report.reward_held_out_step)}` : "",
+    behind >= OLD_STEPS ? `${count(behind)} steps old` : "",
+  ].filter(Boolean).join(", ");
+  const left = report.max_steps && known(recent.interval_seconds) ? (report.max_steps - report.step) * recent.interval_seconds : 0;
+  const pace = [known(recent.step_seconds) ? `${fixed(2)(recent.step_seconds)} s per step` : "", left > 0 ? `${duration(left)} left` : ""].filter(Boolean).join(", ");
   put(byId("tiles"),
     tile("Held-out reward", fixed(3)(report.reward_held_out), error, evaluated),
     tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
     tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${count(rollouts.pulling.polled)} polled`),
     member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "holds no stage")
-      : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % from peers` : ""),
+      : tile("Step", count(report.step), report.max_steps ? `of ${count(report.max_steps)}` : "", there ? pace : ""),
     member ? tile("Through the stage", count(own ? own.tokens_per_second : null), "tokens/s", waits(own))
-      : s.trainer.connected ? tile("Sampling", count(report.tokens_per_second), "tokens/s", pace) : tile("Sampling", "–", "tokens/s", "no trainer"),
+      : tile("Sampling", there ? count(recent.tokens_per_second) : "–", "tokens/s", !there ? doing(s) : known(report.external_share) ? `${Math.round(report.external_share * 100)} % of the groups from peers` : ""),
     tile("Pool", count(rollouts.pool.groups), "groups", `${bytes(rollouts.pool.bytes)}, ${rollouts.pool.peers} peers`),
   );
+}
+
+// What the trainer does now.
+function doing(s) {
+  if (!s.trainer.connected) return s.supervisor.loading.trainer || "no trainer";
+  if (!leads(s)) return (s.stages.own || {}).phase || "";
+  return (s.trainer.report || {}).activity || (s.trainer.report || {}).phase || "";
 }
 
 const PAUSES = ["owner", "battery", "busy", "quiet_hours"]; // reasons to stop training
@@ -367,7 +401,7 @@ function head(answer) {
   document.title = `${title} · swarmnode`;
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(Math.max(0, s.at - me.started_at))}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
-  byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";
+  byId("phase").textContent = me.trainer ? doing(s) : "";
   const paused = PAUSES.some((why) => s.budget.paused[why]);
   const state = s.health.draining ? "draining" : !answer.ready.ok ? "starting" : paused ? "paused" : answer.troubles.length ? "degraded" : "ready";
   announce(state, [...answer.ready.reasons, ...answer.troubles].join("; "));
@@ -405,12 +439,13 @@ function swarm(s) {
   const median = known(s.swarm.reward_median) ? `; the median of their held-out rewards is ${s.swarm.reward_median.toFixed(3)}` : "";
   const more = s.swarm.reporting > rows.length ? `, ${rows.length} of them shown` : "";
   byId("swarm-line").textContent = rows.length
-    ? `${s.swarm.reporting} nodes with a recent summary${more}${median}.`
+    ? `${s.swarm.reporting} ${s.swarm.reporting === 1 ? "node" : "nodes"} with a recent summary${more}${median}.`
     : "No summaries yet. Peers that share a summary send it within a minute.";
   put(byId("swarm").tBodies[0], ...rows.map((row) => node("tr", row.direct ? {} : { class: "gone" },
     cell("Name", node("bdi", {}, row.name || "–"), "named"),
     cell("Peer", node("code", { title: row.direct ? row.peer : `${row.peer}, received through another peer` }, shortId(row.peer)), ""),
-    cell("Version", row.version, ""), cell("Policy", count(row.policy_version)), cell("Steps", count(row.step)), cell("Held-out", fixed(3)(row.reward)),
+    cell("Version", row.version, ""), cell("Policy", count(row.policy_version)), cell("Steps", count(row.step)),
+    cell("Held-out", known(row.reward) ? `${fixed(3)(row.reward)} at step ${count(row.reward_step)}` : "–"),
     cell("Published", count(row.published)), cell("Peers", count(row.peers)), cell("Up", duration(row.uptime_seconds)),
     cell("Age", since(row.age_seconds)))));
   byId("swarm").hidden = !rows.length;
@@ -435,7 +470,7 @@ function weights(s) {
   const finished = w.outcomes.applied || 0;
   const partners = Object.entries(w.pairs).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([peer, n]) => `${shortId(peer)} ${count(n)}×`);
   facts("weights", !w.enabled ? [] : [
-    ["rule", [report.rule, report.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
+    ["state", [report.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
     ["outer steps", known(report.outer_step) ? `${count(report.outer_step)}, ${count(report.fragments)} fragments` : ""],
     ["partners", `${count(w.candidates)} available${partners.length ? "; " : ""}${partners.join(", ")}`],
     ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %, ${known(report.clip_ratio) ? Math.round(100 * report.clip_ratio) : "–"} % of the difference taken` : ""],
@@ -513,7 +548,7 @@ const byProtocol = ({ received, sent }) => [...new Set([...Object.keys(received)
 // The engine that samples, and the state of the inference server if one is configured.
 function sampledBy({ engine, server }) {
   if (!server) return engine ? `own engine, ${engine}` : "";
-  const name = [server.kind, server.version, server.model].filter(Boolean).join(" ");
+  const name = ["vLLM", server.version, server.model].filter(Boolean).join(" ");
   if (server.state === "sampling") return `${name} at ${server.url}, ${count(server.loads)} loads of weights, the last in ${duration(server.load_seconds)}`;
   return `own engine${engine ? `, ${engine}` : ""}: ${server.reason || `${name} at ${server.url} was not tried yet`}`;
 }
@@ -561,6 +596,15 @@ function reasons(s) {
   byId("no-reasons").hidden = all.length > 0;
 }
 
+function gained({ gained: g, node: me }) {
+  byId("gained-card").hidden = !me.trainer || !me.sharing;
+  facts("gained", [
+    ["given", g.given_to ? `${count(g.given)} groups of this node, used by ${g.given_to} ${g.given_to === 1 ? "peer" : "peers"}, as they report` : "nothing that a peer reports to have used"],
+    ["gained", `${count(g.used)} groups of peers, used in training`],
+    ["saved", g.tokens_saved ? `about ${count(g.tokens_saved)} own tokens: groups of peers × mean tokens of an own group` : ""],
+  ]);
+}
+
 const REACH_WORDS = { public: "by strangers", private: "only through relays", unknown: "not known yet" };
 
 function reach(network) {
@@ -568,7 +612,7 @@ function reach(network) {
   const punches = Object.entries(punch).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome} ${count(n)}`).join(", ");
   const carries = relay.circuits || relay.bytes;
   facts("reach", [
-    ["can be dialled", REACH_WORDS[found.verdict] || found.verdict],
+    ["can be dialled", found.verdict === "public" && found.local ? "by peers in the local network" : REACH_WORDS[found.verdict] || found.verdict],
     ["relays", client.relays.length ? `reachable through ${count(client.relays.length)}` : ""],
     ["peers by relay", relayed ? count(relayed) : ""],
     ["hole punches", punches],
@@ -583,8 +627,9 @@ function identity(me) {
   ]));
 }
 
-function logs(lines) {
-  put(byId("logs"), ...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
+function logs(list, lines) {
+  byId(list).hidden = !lines.length;
+  put(byId(list), ...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
     node("time", { class: "muted", datetime: new Date(line.at * 1000).toISOString() }, new Date(line.at * 1000).toLocaleTimeString([], { hour12: false })),
     node("span", { class: /^[a-z]+$/.test(line.level) ? line.level : "" }, line.level),
     node("span", { class: "muted process" }, line.process), node("span", { class: "text", title: line.logger }, line.text))));
@@ -613,7 +658,7 @@ function samples(found, names) {
     : "No answers yet.";
   put(byId("samples"), ...found.map((sample) => {
     const name = names.get(sample.peer);
-    const who = sample.peer ? [...(name ? [node("bdi", {}, name), " "] : []), node("code", { title: sample.peer }, shortId(sample.peer))] : ["own"];
+    const who = sample.peer ? [...(name ? [node("bdi", {}, name), " "] : []), node("code", { title: sample.peer }, shortId(sample.peer))] : [sample.held_out ? "own, held out" : "own"];
     const refused = sample.outcome && sample.outcome !== "used" ? [node("span", { class: "low" }, ` refused: ${sample.outcome.replaceAll("_", " ")}`)] : [];
     return node("li", { "data-peer": sample.peer || "" },
       node("p", {}, ...who, ...refused, node("span", { class: "muted" }, `  ·  ${sample.task}  ·  step ${count(sample.step)}, policy version ${count(sample.policy_version)}`)),
@@ -657,7 +702,7 @@ function render(answer) {
   head(answer);
   tiles(s);
   const empty = leads(s) ? "nothing measured yet" : "measured by the crew's head";
-  for (const chart of CHARTS) chart.show(answer.history.at, answer.history, empty);
+  for (const chart of CHARTS) chart.show(answer.history.at, answer.history, empty, s.trainer.connected ? s.trainer.recent : {});
   crew(s);
   peers(s.peers, namesOf(s));
   reasons(s);
@@ -667,7 +712,10 @@ function render(answer) {
   resources(s);
   identity(s.node);
   reach(s.network);
-  logs(s.logs);
+  gained(s);
+  logs("warnings", s.warnings);
+  byId("warnings-title").hidden = !s.warnings.length;
+  logs("logs", s.logs);
 }
 
 async function poll() {

@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.latest import Latest
 from swarmnode.p2p.api import Declined, PeerScoring, Requests
 from swarmnode.p2p.bulk.content import BulkSink, BulkSource
 from swarmnode.p2p.bulk.serving import STALL_SECONDS, BulkServer
@@ -291,17 +292,15 @@ class BandwidthEstimates:
     """Exponential moving average of bytes per second for each peer, and the deadlines from it."""
 
     def __init__(self) -> None:
-        self._peers: collections.OrderedDict[str, float] = collections.OrderedDict()
+        self._peers = Latest[str, float](BANDWIDTH_PEERS)
 
     def observe(self, peer: str, count: int, seconds: float) -> None:
         """Record that `peer` sent `count` bytes in `seconds`, whether or not it sent all."""
         if count < MIN_MEASURED_BYTES or seconds <= 0:
             return
         rate = max(MIN_BANDWIDTH, count / seconds)
-        before = self._peers.pop(peer, rate)
+        before = self._peers.get(peer, rate)
         self._peers[peer] = before + NEWEST_WEIGHT * (rate - before)
-        if len(self._peers) > BANDWIDTH_PEERS:
-            self._peers.popitem(last=False)
 
     def estimate(self, peer: str) -> float:
         """Return bytes per second: the peer's average, or a cautious default without one."""

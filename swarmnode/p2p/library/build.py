@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import cast
 
 import trio
 from libp2p import new_host
-from libp2p.abc import IHost
+from libp2p.abc import IHost, IRawConnection
 from libp2p.crypto.keys import KeyPair
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.swarm import Swarm
 from libp2p.rcmgr.manager import ResourceManager
+from libp2p.transport.exceptions import OpenConnectionError
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmnode.p2p import guards
-from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.addresses import Address, from_socket, parse
 from swarmnode.p2p.library.gater import ConnectionGater
 
 
@@ -37,7 +39,7 @@ def build_host(
     }
     host = new_host(
         key_pair=key_pair,
-        transports=[TCP()],
+        transports=[NamedTCP()],
         sec_opt=security,
         muxer_opt=guards.YAMUX_ONLY,
         announce_addrs=[Multiaddr(str(address)) for address in announce] or None,
@@ -67,6 +69,31 @@ def build_host(
     # only `connection_manager.Dialer` dials
     swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # type: ignore[method-assign]
     return guards.guard_host(host)
+
+
+class NamedTCP(TCP):
+    """TCP that asks the system's resolver for names, as other programs do: /etc/hosts, search
+    domains and, where it is installed, mDNS. The library's resolver asks only name servers."""
+
+    async def dial(self, maddr: Multiaddr) -> IRawConnection:
+        address, _ = parse(str(maddr))
+        if address.ip is not None:
+            return await super().dial(maddr)
+        family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(address.kind, 0)
+        failure: Exception | None = None
+        try:
+            # in a thread, which is abandoned at the dial's deadline
+            found = await trio.socket.getaddrinfo(
+                address.host, address.port, family, socket.SOCK_STREAM
+            )
+            for *_, (host, port, *_) in found:
+                try:
+                    return await super().dial(Multiaddr(str(from_socket(str(host), int(port)))))
+                except OpenConnectionError as error:
+                    failure = error
+        except OSError as error:
+            failure = error
+        raise OpenConnectionError(f"{address.host}: {failure}") from failure
 
 
 def silence_library_log() -> None:

@@ -148,7 +148,7 @@ class Continuous:
                     done += self._step(version) if self._active else []
                     self._batcher.alive()
         finally:
-            self._slots.forget_recordings()
+            self._slots.forget_weights()
         if not self._groups:
             # Free the memory for training.
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)

@@ -1,15 +1,14 @@
-"""Chooses the engine that samples, by measurement if nothing else decides.
+"""Chooses the engine that samples: continuous where it works, unless all answers are short.
 
-The measurement is free, since both engines sample the first steps' questions in turn. If the
+The choice depends on settings and model only, so that two runs with one seed are equal. If the
 continuous engine raises an error, lockstep takes over.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -34,25 +33,16 @@ log = structlog.get_logger("swarmnode.trainer")
 
 Kind = Literal["lockstep", "continuous"]
 SHORT = 32
-"""Largest number of tokens in an answer for which lockstep is chosen without a measurement, because
-completions end at about the same time."""
-TRIALS = 2
-"""Number of steps that each engine samples before one is chosen. The faster step counts, since the
-first one includes the warm-up."""
+"""Largest number of tokens in an answer for which lockstep is chosen, because completions end at
+about the same time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineChoice:
-    """The engine in use, and the measurements that choose it."""
+    """The engine in use, with the reason for the choice."""
 
     kind: Kind
-    """Engine in use."""
-    reason: str = ""
-    """Reason for the choice."""
-    trials: list[Kind] = field(default_factory=list)
-    """Engines that are still to be measured; empty after the choice."""
-    seconds_per_token: dict[Kind, float] = field(default_factory=dict)
-    """Fastest measurement of each engine."""
+    reason: str
 
     @classmethod
     def of(
@@ -76,30 +66,7 @@ class EngineChoice:
             return cls("continuous", "it keeps the rows of episodes between turns")
         if longest <= SHORT:
             return cls("lockstep", f"answers of at most {longest} tokens")
-        return cls("lockstep", "", ["lockstep", "continuous"] * TRIALS)
-
-    def measured(self, tokens: int, seconds: float) -> None:
-        """Record a measurement of the engine in use, and choose one after the last trial.
-
-        Args:
-            tokens: Number of sampled tokens.
-            seconds: Time for sampling.
-        """
-        if tokens and self.trials:
-            self.seconds_per_token[self.kind] = min(
-                seconds / tokens, self.seconds_per_token.get(self.kind, float("inf"))
-            )
-            self.trials.pop(0)
-            if self.trials:
-                self.kind = self.trials[0]
-            else:
-                self.kind = min(
-                    self.seconds_per_token, key=lambda kind: self.seconds_per_token[kind]
-                )
-                self.reason = ", ".join(
-                    f"{kind} {1 / each:.0f} tokens/s"
-                    for kind, each in sorted(self.seconds_per_token.items())
-                )
+        return cls("continuous", f"answers of more than {SHORT} tokens")
 
 
 class EngineSelector:
@@ -109,24 +76,15 @@ class EngineSelector:
         build: Builds an engine of a kind.
     """
 
-    def __init__(
-        self,
-        choice: EngineChoice,
-        build: Callable[[Kind], Generation],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, choice: EngineChoice, build: Callable[[Kind], Generation]) -> None:
         self.choice = choice
         self.failures = 0
         """Number of times that the continuous engine failed and lockstep took over: 0 or 1."""
         self._build = build
-        self._clock = clock
         self._requests: dict[int, Request] = {}
         """Unfinished requests by number."""
         self._engine = build(choice.kind)
-        self._spent = 0.0
-        """Seconds of sampling since the engine was built."""
-        if not choice.trials:
-            log.info("engine", engine=choice.kind, reason=choice.reason)
+        log.info("engine", engine=choice.kind, reason=choice.reason)
 
     def submit(self, request: Request) -> None:
         self._engine.submit(request)
@@ -139,7 +97,6 @@ class EngineSelector:
     def finished(self, version: int) -> list[FinishedRequest]:
         """Return finished requests, see `Generation.finished`. An error of the continuous engine is
         logged, and lockstep answers its requests."""
-        started = self._clock()
         try:
             done = self._engine.finished(version)
         except SwarmNodeError:
@@ -149,11 +106,8 @@ class EngineSelector:
                 raise
             self._use_lockstep(reason(error))
             return []
-        self._spent += self._clock() - started
         for one in done:
             self._requests.pop(one.number, None)
-        if done and not self._requests and self.choice.trials:
-            self._next_trial()
         return done
 
     @contextmanager
@@ -162,16 +116,10 @@ class EngineSelector:
             yield
 
     def ahead(self, count: int) -> int:
-        return 0 if self.choice.trials else self._engine.ahead(count)
+        return self._engine.ahead(count)
 
     def statistics(self) -> GenerationStatistics:
         return self._engine.statistics()
-
-    def _next_trial(self) -> None:
-        self.choice.measured(self._engine.statistics().tokens, self._spent)
-        self._engine, self._spent = self._build(self.choice.kind), 0.0
-        if not self.choice.trials:
-            log.info("engine", engine=self.choice.kind, reason=self.choice.reason)
 
     def _use_lockstep(self, why: str) -> None:
         """Replace the engine by lockstep, and submit all unfinished requests again."""
@@ -190,8 +138,8 @@ def select_engine(
     sampling: Sampling,
     rng: torch.Generator,
 ) -> EngineSelector:
-    """Return a selector that samples `policy` with the engine that `options` names, or with the
-    faster one."""
+    """Return a selector that samples `policy` with the engine that `options` names, or with
+    the one that suits the policy and its answers."""
 
     def build(kind: Kind) -> Generation:
         if kind == "continuous":

@@ -1,4 +1,4 @@
-"""Engine that samples with a vLLM or SGLang server.
+"""Engine that samples with a vLLM server.
 
 Requests are sent as token ids, completions return with log-probabilities, and the weights of every
 update are passed to the server through a directory.
@@ -7,16 +7,19 @@ update are passed to the server through a directory.
     Served          the engine: one HTTP request for a group of completions
     ServedWeights   writes, loads and checks the weights of the server (served_weights.py)
 
-A response that cannot be right, or that comes from weights other than this node's, is not trained
-on. After such a response the own engine takes over, and the server is retried later.
+A response that cannot be right, that comes from weights other than this node's, or whose text the
+policy would not have sampled, is not trained on. After such a response the own engine takes over,
+and the server is retried later.
 """
 
 from __future__ import annotations
 
 import math
 import queue
+import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -34,9 +37,10 @@ from swarmnode.policy.engine.protocol import (
 )
 from swarmnode.policy.engine.selector import EngineSelector
 from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
-from swarmnode.policy.engine.servers import Completion, Question, Server, ServerStatistics
+from swarmnode.policy.engine.vllm import Completion, Question, ServerStatistics, VllmServer
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import Row, score_with_entropy
 from swarmnode.policy.text import PromptTooLong
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -49,9 +53,10 @@ HEALTH_SECONDS = 10.0
 """Seconds without a response after which a health check is sent to the server."""
 REQUEST_SECONDS = 3600.0
 """Deadline of one request, which may queue at the server and wait for loads of weights."""
-SILENCE_SECONDS, SILENCE_PER_TOKEN = 60.0, 0.1
-"""Maximum wait for the next response, in seconds: 60 s, plus 0.1 s for each token of the longest
-answer."""
+SILENCE_SECONDS, SILENCE_PER_TOKEN = 300.0, 0.1
+"""Maximum wait for the next response, in seconds: 300 s, plus 0.1 s for each token of the longest
+answer. On a busy CPU, vLLM's first completion of SmolLM2 took more than 64 s. A health check finds
+a dead server sooner."""
 RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
 """Delay before a failed server is retried, in seconds; it doubles with each consecutive failure up
 to RETRY_MOST."""
@@ -62,6 +67,11 @@ REASON_CHARACTERS = 300
 """Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
 """Range of a valid log-probability: LOWEST to ROUNDING. vLLM sends −9999 in place of NaN."""
+CHECKED_ANSWERS = 64
+"""Number of latest answers, one of each group, whose text is checked."""
+DRIFT, SIGMAS = 0.1, 6.0
+"""Mean excess per token in nats that a few updates since sampling explain, and standard deviations
+that chance explains."""
 
 
 # ---- the server, or the own engine ---------------------------------------------------------------
@@ -79,7 +89,7 @@ class ServerFirst:
 
     def __init__(
         self,
-        server: Server,
+        server: VllmServer,
         connect: Callable[[], ServedWeights],
         engine: Callable[[ServedWeights, Sampling, torch.Generator | None], Served],
         sampling: Sampling,
@@ -95,7 +105,7 @@ class ServerFirst:
         self._requests: dict[int, Request] = {}
         """Submitted requests that are not finished."""
         self._retry_at, self._failures = -math.inf, 0
-        self._seen = ServerStatistics(server.client.url, server.name)
+        self._seen = ServerStatistics(server.client.url)
 
     # ---- the engine protocol ---------------------------------------------------------------------
 
@@ -222,7 +232,6 @@ class ServerFirst:
         log.info(
             "engine",
             engine="served",
-            server=self._server.name,
             version=about.version,
             url=self._server.client.url,
             gap=float(f"{weights.gap:.2g}"),
@@ -271,7 +280,7 @@ class Served:
 
     def __init__(
         self,
-        server: Server,
+        server: VllmServer,
         weights: ServedWeights,
         policy: Policy,
         sampling: Sampling,
@@ -287,6 +296,7 @@ class Served:
         self._server, self._weights, self._policy = server, weights, policy
         self._sampling, self._alive, self._rng, self._clock = sampling, alive, rng, clock
         self._unused = unused_ids(policy)
+        self._check = TextCheck(policy, sampling.temperature)
         self._asked: dict[int, PendingRequest] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, list[Completion] | Exception]] = (
@@ -365,6 +375,9 @@ class Served:
             if isinstance(answer, Exception):
                 raise ServerFailed("answer", f"{type(answer).__name__}: {answer}")
             done.append(FinishedRequest(number, self._sample(asked, answer)))
+        if version is not None:
+            for one in done:
+                self._check(one.sample)
         self._alive()
         self._watch(bool(done), self._clock() - started)
         return done
@@ -454,6 +467,41 @@ class Served:
                 self._waiting.get_nowait()
         for _ in self._workers:
             self._waiting.put(None)
+
+
+class TextCheck:
+    """Check that the policy may have sampled a server's answers.
+
+    A server that returns another text can report that text's true log-probabilities. In samples of
+    the policy, surprise minus entropy has mean 0 at every token, so its sum over n tokens is at
+    most DRIFT · n + SIGMAS · √(variance · n).
+    """
+
+    def __init__(self, policy: Policy, temperature: float) -> None:
+        self._policy, self._temperature = policy, temperature
+        # SmolLM2's variance is 1.0, 2.1 and 7.7 nats² at temperatures 0.7, 1 and 1.5.
+        self._variance = 2.0 * max(1.0, temperature) ** 4
+        self._latest: deque[tuple[float, int]] = deque(maxlen=CHECKED_ANSWERS)
+        """Surprise minus entropy, and number of tokens, of each answer."""
+
+    def __call__(self, group: GroupSample) -> None:
+        """Check one answer of a group, which the server cannot predict, with the latest ones.
+
+        Raises:
+            ServerFailed: The policy would not have sampled these answers.
+        """
+        ids = secrets.choice(group.completions).ids
+        row = Row(group.prompt_ids, ids)
+        ((chosen, spread),) = score_with_entropy(self._policy, [row], self._temperature)
+        self._latest.append((-math.fsum(chosen) - math.fsum(spread), len(ids)))
+        excess = math.fsum(each for each, _ in self._latest)
+        tokens = sum(count for _, count in self._latest)
+        if not excess <= DRIFT * tokens + SIGMAS * math.sqrt(self._variance * tokens):
+            raise ServerFailed(
+                "answer",
+                f"answers that the policy would not have sampled: surprise minus entropy is"
+                f" {excess / tokens:.2f} nats in {tokens} tokens",
+            )
 
 
 def unused_ids(policy: Policy) -> list[int]:

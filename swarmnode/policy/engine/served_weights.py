@@ -22,7 +22,7 @@ import torch
 
 from swarmnode.files import sync_directory
 from swarmnode.policy.engine.client import ServerFailed
-from swarmnode.policy.engine.servers import About, Completion, Server
+from swarmnode.policy.engine.vllm import About, Completion, VllmServer
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, score
 from swarmnode.policy.model import AdaptedModel
@@ -58,7 +58,7 @@ class ServedWeights:
     """
 
     def __init__(
-        self, server: Server, policy: Policy, directory: Path, alive: Callable[[], None]
+        self, server: VllmServer, policy: Policy, directory: Path, alive: Callable[[], None]
     ) -> None:
         """Connect and load the current weights, calling `alive` meanwhile. Raises ServerFailed."""
         self._server, self._policy, self._directory = server, policy, directory

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,14 @@ class ChaosNode(ForkedNode):
     """A node whose data directory is its own file system if `small_disk` is set. Its log is stored
     elsewhere. pace: minimum seconds per step."""
 
-    def __init__(self, number: int, directory: Path, small_disk: bool, pace: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        directory: Path,
+        small_disk: bool,
+        pace: float,
+        settings: Mapping[str, dict[str, object]] = SETTINGS,
+    ) -> None:
         self.data, self.number = directory / "data", number
         self.small_disk = small_disk
         directory.mkdir(mode=0o700)
@@ -67,9 +74,9 @@ class ChaosNode(ForkedNode):
             "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
             "mdns": False,
         }
-        training = {**SETTINGS["training"], "seed": number, "step_interval": pace}
+        training = {**settings["training"], "seed": number, "step_interval": pace}
         super().__init__(
-            f"node{number}", self.data, {**SETTINGS, "network": network, "training": training}
+            f"node{number}", self.data, {**settings, "network": network, "training": training}
         )
         self.log_file = directory / "node.log"
         self.skew_file, self.tasks_dir = directory / "skew", directory / "tasks"
@@ -151,11 +158,17 @@ class ChaosSwarm:
     filled."""
 
     def __init__(
-        self, directory: Path, count: int, small_disks: bool = True, pace: float = PACE
+        self,
+        directory: Path,
+        count: int,
+        small_disks: bool = True,
+        pace: float = PACE,
+        settings: Mapping[str, dict[str, object]] = SETTINGS,
     ) -> None:
         self.can_mount = small_disks and sys.platform == "linux" and os.geteuid() == 0
         self.nodes = [
-            ChaosNode(i, directory / f"node{i}", self.can_mount, pace) for i in range(count)
+            ChaosNode(i, directory / f"node{i}", self.can_mount, pace, settings)
+            for i in range(count)
         ]
 
     def start(self) -> None:
@@ -176,9 +189,13 @@ class ChaosSwarm:
 
 @contextlib.contextmanager
 def swarm_of(
-    directory: Path, count: int, small_disks: bool = True, pace: float = PACE
+    directory: Path,
+    count: int,
+    small_disks: bool = True,
+    pace: float = PACE,
+    settings: Mapping[str, dict[str, object]] = SETTINGS,
 ) -> Iterator[ChaosSwarm]:
-    swarm = ChaosSwarm(directory, count, small_disks, pace)
+    swarm = ChaosSwarm(directory, count, small_disks, pace, settings)
     try:
         swarm.start()
         yield swarm

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from swarmnode.config import PolicyConfig
-from swarmnode.policy.load import Policy, load_policy
 from tools.build_tiny import build_model, build_tokenizer, save
 
 
@@ -27,11 +25,3 @@ def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int 
         model = build_model(tokenizer)
     save(model, tokenizer, directory)
     return directory
-
-
-def tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Policy:
-    """Write the policy and load it on the CPU as a node does. `policy.generate.generate` can sample
-    from it and the trainer can train it."""
-    return load_policy(
-        PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), devices="cpu")
-    )

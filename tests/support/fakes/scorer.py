@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from swarmnode.tasks import builtin, dataset, own
+from swarmnode.tasks import builtin, chat, dataset, own
 from swarmnode.tasks.client import prepare
 from swarmnode.tasks.episodes import EpisodeTask, Player
 from swarmnode.tasks.frames import (
@@ -101,4 +101,6 @@ def _items(spec: TaskSpec, difficulty: int) -> Items:
     if spec.kind == "builtin":
         generate = builtin.GENERATORS[spec.generator]
         return lambda seed, index: generate(seed + index, **spec.settings)
+    if spec.kind == "chat":
+        return lambda seed, index: chat.GENERATORS[spec.generator](seed + index)
     return GymTask(spec).item

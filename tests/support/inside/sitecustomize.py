@@ -4,6 +4,7 @@ variable is set.
 SKEW_FILE   `time.time` is off by the number of seconds in that file; no file means no skew. The
             file is read ten times a second, so that the clock of a running process can be set.
 TASKS_DIR   a trio process writes its number of tasks every few seconds to a file named by its pid.
+GROW_FILE   a network process that finds this file removes it and allocates 1.6 GiB.
 BAD_FILE    once this file exists, a trainer that holds a stage misbehaves as its text says: see
             MISBEHAVIOURS.
 """
@@ -59,31 +60,51 @@ def count_tasks(directory):
     )
 
 
-def sends_nan(pipeline, model, trainer):
+def grow(file):
+    def wait():
+        while not os.path.exists(file):
+            time.sleep(LOOK_SECONDS)
+        os.remove(file)
+        kept = bytearray(os.urandom(2**20)) * 1600
+        while kept:  # until the process ends
+            time.sleep(60)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def sends_nan():
     """Send NaN activations and gradients, in the codec float32."""
+    from swarmnode.stages.trainer import pipeline
+
     encode = pipeline.encode
     pipeline.encode = lambda rows, codec: b"\0\0\xc0\x7f" * (len(encode(rows, codec)) // 4)
 
 
-def sends_garbage(pipeline, model, trainer):
+def sends_garbage():
+    from swarmnode.stages.trainer import links
+
     class Headed:
         pack = staticmethod(lambda frame, body=b"": os.urandom(64))
 
-    pipeline.headed = Headed
+    links.headed = Headed
 
 
-def runs_out_of_memory(pipeline, model, trainer):
+def runs_out_of_memory():
     import torch
+
+    from swarmnode.stages.trainer.stage_model import StageRuntime
 
     def forward(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    model.StageRuntime.forward = model.StageRuntime.prefill = forward
+    StageRuntime.forward = StageRuntime.prefill = forward
 
 
-def is_slow(pipeline, model, trainer):
+def is_slow():
     """Work twenty times slower."""
-    call = trainer.StageMeter.__call__
+    from swarmnode.stages.trainer.stage import StageMeter
+
+    call = StageMeter.__call__
 
     async def slowly(self, work):
         def twenty_times():
@@ -94,7 +115,7 @@ def is_slow(pipeline, model, trainer):
 
         return await call(self, twenty_times)
 
-    trainer.StageMeter.__call__ = slowly
+    StageMeter.__call__ = slowly
 
 
 MISBEHAVIOURS = {
@@ -103,8 +124,6 @@ MISBEHAVIOURS = {
 
 
 def misbehave(file):
-    names = [f"swarmnode.stages.{name}" for name in ("pipeline", "model", "trainer")]
-
     def wait():
         while True:
             time.sleep(LOOK_SECONDS)
@@ -113,8 +132,8 @@ def misbehave(file):
                     what = opened.read()
             except OSError:
                 continue
-            if names[-1] in sys.modules and hasattr(sys.modules[names[-1]], "CrewModel"):
-                MISBEHAVIOURS[what](*(sys.modules[name] for name in names))
+            if hasattr(sys.modules.get("swarmnode.stages.trainer.crew_trainer"), "CrewTrainer"):
+                MISBEHAVIOURS[what]()
                 with open(f"{file}.active", "w"):
                     return
 
@@ -125,5 +144,7 @@ if os.environ.get("SKEW_FILE"):
     Skew(os.environ["SKEW_FILE"])
 if os.environ.get("TASKS_DIR"):
     count_tasks(os.environ["TASKS_DIR"])
+if os.environ.get("GROW_FILE") and "swarmnode.daemon.node" in sys.orig_argv:
+    grow(os.environ["GROW_FILE"])
 if os.environ.get("BAD_FILE") and "swarmnode.trainer" in sys.orig_argv:
     misbehave(os.environ["BAD_FILE"])

@@ -1,7 +1,7 @@
-"""A real vLLM server for tests, started by the command that `swarmnode serve-command` prints.
+"""A real vLLM server for tests, started by the command that `swarmnode vllm-command` prints.
 
 SWARMNODE_VLLM is the Python of an environment with vLLM, which tests/support/served/install.sh
-creates. It may also be the URL of a running server that serves the policy of `wide.py`.
+creates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarmnode.config import Config
-from swarmnode.policy.engine.serve_command import serve_command
+from swarmnode.policy.engine.vllm_command import vllm_command
 
 VARIABLE = "SWARMNODE_VLLM"
 START_SECONDS = 600.0
@@ -29,14 +29,14 @@ def python() -> str:
 
 
 @contextlib.contextmanager
-def running(policy: Path, log: Path, rank: int = 8) -> Iterator[str]:
-    """Yield the URL of a server for the policy in a directory, once it answers."""
+def running(model: str, log: Path, rank: int = 8) -> Iterator[str]:
+    """Yield the URL of a server for a value of `policy.model`, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     server = {"url": url}
-    settings = {"model": str(policy), "devices": "cpu", "lora": {"r": rank}, "server": server}
-    made = serve_command(Config.model_validate({"policy": settings}))
+    settings = {"model": model, "devices": "cpu", "lora": {"r": rank}, "server": server}
+    made = vllm_command(Config.model_validate({"policy": settings}))
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
     environment |= {**made.environment, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "wb") as output:

@@ -1,11 +1,11 @@
-"""A fake inference server. It answers in the form of recorded.json (vLLM) or of SGLang's documented
-API, samples from a small policy, and misbehaves on demand.
+"""A fake inference server. It answers in the form of vLLM 0.32.0, samples from a small policy,
+and misbehaves on demand.
 
     with StandIn(policy.clone()) as server:
         server.fault = "nan"
 
-A node is configured with `server.url`. Faults are the keys of
-ANSWER_FAULTS, and `ignores_weights`, `ignores_adapter` and `other_model`.
+A node is configured with `server.url`. Faults are the keys of ANSWER_FAULTS, and `ignores_weights`,
+`ignores_adapter` and `other_model`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ ANSWER_FAULTS = {
     "huge": "exceeds",
     "half": "closed",
     "moved": "returned status 307",
+    "invented": "would not have sampled",
 }
 """Fault of an answer to `generate` → words of the log line that reports it."""
 
@@ -56,8 +57,7 @@ ANSWER_FAULTS = {
 class StandIn:
     """A server on loopback. policy: the sampling policy, whose weights the server changes."""
 
-    def __init__(self, policy: Policy, kind: str = "vllm") -> None:
-        self.kind = kind
+    def __init__(self, policy: Policy) -> None:
         self.fault = ""
         self.context: int | None = policy.context
         self.asked: list[str] = []
@@ -128,12 +128,7 @@ class StandIn:
     def _answer(self, http: BaseHTTPRequestHandler, body: Any) -> None:
         target = http.path
         self.asked.append(target)
-        is_generate = target in ("/inference/v1/generate", "/generate")
-        sampled = (
-            is_generate
-            and "logprob_token_ids" not in json.dumps(body)
-            and ("logprob_start_len" not in (body or {}))
-        )
+        sampled = target == "/inference/v1/generate" and "logprob_token_ids" not in json.dumps(body)
         fault = self.fault if sampled else ""
         if fault == "slow":
             with self._loaded:
@@ -154,7 +149,7 @@ class StandIn:
             self._send(http, 500, json.dumps({"error": {"message": "EngineCore died"}}).encode())
             return
         if sampled:
-            spoil(made, fault, self.kind)
+            spoil(made, fault)
         data = json.dumps(made).encode() if made is not None else b""
         if fault == "html":
             data = b"<html>It works!</html>"
@@ -192,20 +187,15 @@ class StandIn:
                 return {"version": "0.32.0"}
             case "/health":
                 return None
-            case "/model_info":
-                return {"model_path": "DIRECTORY", "weight_version": self._version}
-            case "/server_info" if self.kind == "sglang":
-                rank = {"enable_lora": True, "max_lora_rank": 16, "dtype": "float32"}
-                return {"version": "0.5.23", "context_length": self.context, **rank}
             case "/server_info":
                 model = {"dtype": "torch.float32", "max_logprobs": -1}
                 model["logprobs_mode"] = "processed_logprobs"
                 lora = {"max_lora_rank": 16}
                 return {"vllm_config": {"model_config": model, "lora_config": lora}}
-            case "/pause" | "/pause_generation":
+            case "/pause":
                 self._running.clear()
                 return {"status": "paused"}
-            case "/resume" | "/continue_generation":
+            case "/resume":
                 self._running.set()
                 return {"status": "resumed"}
             case "/collective_rpc":
@@ -214,23 +204,11 @@ class StandIn:
             case "/v1/load_lora_adapter":
                 self._load(Path(body["lora_path"]) / "adapter_model.safetensors")
                 return None
-            case "/load_lora_adapter":
-                self._load(Path(body["lora_path"]) / "adapter_model.safetensors")
-                self._set_version(body["lora_name"])
-                return {"success": True, "loaded_adapters": {}}
-            case "/unload_lora_adapter":
-                return {"success": True}
-            case "/update_weights_from_disk":
-                self._load(Path(body["model_path"]) / "model.safetensors")
-                self._set_version(body["weight_version"])
-                return {"success": True, "message": "done", "num_paused_requests": 0}
             case "/update_weight_version":
                 self._set_version(body["new_version"])
                 return {"success": True, "new_version": self._version}
             case "/inference/v1/generate":
                 return self._vllm(body)
-            case "/generate":
-                return self._sglang(body)
         raise ValueError(f"no such target: {path}")
 
     # ---- weights ---------------------------------------------------------------------------------
@@ -272,7 +250,7 @@ class StandIn:
         rows, temperature = params["n"], params["temperature"]
         ends, bias = params["stop_token_ids"], params.get("logit_bias") or {}
         draws = self._random
-        if (seed := params.get("seed", params.get("sampling_seed"))) is not None:
+        if (seed := params.get("seed")) is not None:
             draws = torch.Generator().manual_seed(seed)
         ids: list[list[int]] = [[] for _ in range(rows)]
         scores: list[list[float]] = [[] for _ in range(rows)]
@@ -290,6 +268,8 @@ class StandIn:
                     logits[:, int(token)] += value
                 chances = torch.log_softmax(logits.float() / temperature, -1)
                 drawn = torch.multinomial(chances.exp(), 1, generator=draws)[:, 0]
+                if self.fault == "invented":  # true log-probabilities of another text
+                    drawn = chances.topk(24).indices[:, -1]
                 for row, token, chance in zip(alive, drawn, chances, strict=True):
                     ids[row].append(int(token))
                     scores[row].append(float(chance[token]))
@@ -343,40 +323,9 @@ class StandIn:
         ]
         return {**head, "prompt_logprobs": None, "choices": choices}
 
-    def _sglang(self, body: Any) -> Any:
-        params, prompt = body["sampling_params"], body["input_ids"]
-        if body.get("logprob_start_len") == 0:
-            with self._lock:
-                logprobs = score(self._present(), [(prompt[:1], prompt[1:])], 1.0)[0]
-            scored = [[None, prompt[0], None]]
-            scored += [[x, token, None] for token, x in zip(prompt[1:], logprobs, strict=True)]
-            finish = {"type": "length", "length": 1}
-            meta = {"finish_reason": finish, "input_token_logprobs": scored}
-            return {"text": "", "output_ids": [0], "meta_info": meta}
-        self.bodies.append(body)
-        ends = params["stop_token_ids"]
-        made = self._sample(prompt, params["max_new_tokens"], params)
-        answers = [
-            {
-                "text": "",
-                "output_ids": ids,
-                "meta_info": {
-                    "id": "0",
-                    "finish_reason": {"type": "stop" if ids[-1] in ends else "length"},
-                    "weight_version": versions[-1],
-                    "weight_versions": spans(versions),
-                    "output_token_logprobs": [
-                        [x, token, None] for token, x in zip(ids, scores, strict=True)
-                    ],
-                },
-            }
-            for ids, scores, versions in made
-        ]
-        return answers if params["n"] > 1 else answers[0]
-
 
 def spans(versions: list[str]) -> list[dict[str, object]]:
-    """Return runs of equal versions, as both servers report them."""
+    """Return runs of equal versions, as vLLM reports them."""
     made: list[dict[str, object]] = []
     for place, version in enumerate(versions):
         if made and made[-1]["version"] == version:
@@ -386,9 +335,9 @@ def spans(versions: list[str]) -> list[dict[str, object]]:
     return made
 
 
-def spoil(answer: Any, fault: str, kind: str) -> None:
+def spoil(answer: Any, fault: str) -> None:
     """Apply `fault` to a correct answer."""
-    if kind != "vllm" or not fault:
+    if not fault:
         return
     choice = answer["choices"][-1]
     first = choice["logprobs"]["content"][0]

@@ -1,7 +1,7 @@
 """The learner's half of averaging: the messages of `trainer/weights.py` to the network process,
 with skills for weights.
 
-It checks the contract of `weights/exchange.py`: one outer step at a time, no message about a
+It checks the contract of `weights/network/swaps.py`: one outer step at a time, no message about a
 dropped swap, and a partner's weights exactly as the partner copied them, within some seconds.
 """
 
@@ -86,7 +86,7 @@ class Averaging:
         """Request an outer step after training step `step`, unless one is pending."""
         if not self._due:
             self._due = True
-            self._send(local.OuterStepDue(0, self.outer_step, step, step_seconds))
+            self._send(local.OuterStepDue(0, self.outer_step, step, step_seconds, BLOCKS))
 
     def receive(self, message: local.ToTrainer) -> bool:
         """Accept a message of the network process. As on the link, it is handled later."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from swarmnode.rollouts import admission, exchange
-from swarmnode.weights.exchange import SwapService
+from swarmnode.rollouts.network import admission, exchange
+from swarmnode.weights.network.swaps import SwapService
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),

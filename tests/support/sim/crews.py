@@ -18,11 +18,22 @@ from msgspec.structs import replace
 
 from swarmnode.config import StagesConfig
 from swarmnode.p2p.addresses import Address
-from swarmnode.stages import wire
-from swarmnode.stages.crew import MembershipSettings
-from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.stages.wire import Capacity, HeldBlock, ModelCost, PartCost, StageAssignment
-from swarmnode.wire.envelope import peer_id
+from swarmnode.stages.crew_messages import (
+    CrewEnd,
+    CrewStart,
+    HeldBlock,
+    StageAssignment,
+    StageFault,
+    StagePhase,
+    StageStatus,
+    ToTrainer,
+    TrainerOffer,
+)
+from swarmnode.stages.network.crew_service import NodeCallbacks, StageService
+from swarmnode.stages.network.crew_state import MembershipSettings
+from swarmnode.stages.specs import ModelCost, PartCost
+from swarmnode.swarm.known import KnownPeers
+from swarmnode.wire.envelope import Credentials
 from tests.support.sim import determinism
 from tests.support.sim.network import Medium, SimNetwork
 from tests.support.sim.node import key_of
@@ -46,7 +57,7 @@ class Trainer:
         self.active = self.running = False
         self.load = self.progress = 0
         self.scope = trio.CancelScope()
-        self.inbox, self.received = trio.open_memory_channel[wire.ToTrainer](256)
+        self.inbox, self.received = trio.open_memory_channel[ToTrainer](256)
 
     async def run(self) -> None:
         service = self.node.service
@@ -57,13 +68,13 @@ class Trainer:
             try:
                 async for message in self.received:
                     match message:
-                        case wire.StageAssignment():
+                        case StageAssignment():
                             self._forget()
                             self.assigned = message
                             nursery.start_soon(self._work, message, self.scope)
-                        case wire.CrewStart():
+                        case CrewStart():
                             self.running = True
-                        case wire.CrewEnd():
+                        case CrewEnd():
                             self._forget()
                             await trio.sleep(self.rng.uniform(0.0, 0.5))
                             self._offer()
@@ -83,7 +94,7 @@ class Trainer:
             claims = (HeldBlock(lineage, LAYERS, number, 10**12, "disk") for number in range(4))
             copies = (*copies, *claims)
         cost = self.node.world.cost
-        self.node.service.receive(wire.TrainerOffer(bytes(32), Capacity(1.0, 1.0), cost, copies))
+        self.node.service.receive(TrainerOffer(bytes(32), 1.0, 1.0, cost, copies))
 
     async def _report(self) -> None:
         while True:
@@ -93,9 +104,9 @@ class Trainer:
     def report(self) -> None:
         if (a := self.assigned) is not None:
             step = self.memory.step if self.active and self.memory else a.step
-            phase: wire.StagePhase = "active" if self.active else "loading"
+            phase: StagePhase = "active" if self.active else "loading"
             self.node.service.receive(
-                wire.StageStatus(a.crew, a.stage, phase, step, self.progress, load=self.load)
+                StageStatus(a.crew, a.stage, phase, step, self.progress, load=self.load)
             )
 
     async def _work(self, assigned: StageAssignment, scope: trio.CancelScope) -> None:
@@ -138,7 +149,7 @@ class Trainer:
                     ):
                         trainer.take()
                 continue
-            self.node.service.receive(wire.StageFault(assigned.crew, None, "a step took too long"))
+            self.node.service.receive(StageFault(assigned.crew, None, "a step took too long"))
 
     def _ready(self, peers: list[CrewNode], assigned: StageAssignment) -> list[Trainer]:
         """Return the trainers of all members, the head's last. Empty while one of them cannot
@@ -179,8 +190,8 @@ class CrewNode:
     def __init__(self, world: CrewWorld, name: str, number: int) -> None:
         self.world, self.name = world, name
         self.rng = random.Random(f"{world.seed} {name}")
-        key = key_of(world.seed, name)
-        self.peer = peer_id(key.public_key().public_bytes_raw())
+        self.credentials = Credentials(key_of(world.seed, name), b"s" * 32)
+        self.peer = self.credentials.peer
         self.address = Address("ip4", f"10.0.0.{number + 1}", 4000)
         self.disk: dict[str, HeldBlock] = {}
         self.slowness, self.liar = 1.0, False
@@ -206,13 +217,20 @@ class CrewNode:
         with trio.CancelScope() as self._scope:
             async with trio.open_nursery() as nursery:
                 network = self.network = SimNetwork(
-                    world.medium, self.peer, self.address, b"s" * 32, directory, known,
-                    random.Random(self.rng.getrandbits(64)), nursery,
-                )  # fmt: skip
+                    world.medium,
+                    self.credentials,
+                    self.address,
+                    directory,
+                    known,
+                    random.Random(self.rng.getrandbits(64)),
+                    determinism.now,
+                    nursery,
+                )
                 network.start()
                 self.service = StageService(
                     network,
-                    StagesConfig(trust=["anyone"]),
+                    StagesConfig(),
+                    KnownPeers(everyone=True),
                     directory,
                     NodeCallbacks(self._send_to_trainer),
                     settings=world.settings,
@@ -224,7 +242,7 @@ class CrewNode:
                 await self.trainer.run()
         self._ended.set()
 
-    def _send_to_trainer(self, message: wire.ToTrainer) -> bool:
+    def _send_to_trainer(self, message: ToTrainer) -> bool:
         if self.trainer is None:
             return False
         self.trainer.inbox.send_nowait(message)

@@ -6,7 +6,7 @@ cherry    groups for questions of its own choice                   never trained
 stolen    peers' completions under its own name                    never trained on
 lister    listings of groups that do not exist                     never trained on
 dripper   listings and transfers that never finish                 never trained on
-peers     a peer exchange full of addresses without a node         never trained on
+peers     answers full of addresses without a node                 never trained on
 forger    token ids that do not match the text                     drawn a few times, never
                                                                    trained on
 poet      text that no policy sampled and that earns the reward    trained on where the trainer
@@ -15,10 +15,13 @@ storm     good groups, up to a hundred at a time                   within the li
 
 patient   good groups for an hour, then as poet
 taker     requests everything from everyone all the time           serves nothing
+hanger    listings of large groups, and no answer to a fetch       never trained on
+late      the same listings, and `busy` after ten seconds          never trained on
+staller   no answer to a poll                                      never trained on
 clock     repeats false claims about itself, a wrong time among them
 silent    nothing: the baseline
 
-Seeds do not draw the last four (`benchmarks.hostile`).
+Seeds do not draw the last seven (`benchmarks.hostile`, `crowd.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
-from swarmnode.wire.envelope import seal_summary
+from swarmnode.wire.envelope import Credentials, seal_session, seal_summary
 from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
@@ -47,11 +50,12 @@ from swarmnode.wire.listings import (
     ListingResponse,
 )
 from swarmnode.wire.messages import (
+    NeighboursRequest,
+    NeighboursResponse,
     PeerAddresses,
-    PeersResponse,
     RolloutGroup,
+    Session,
     Summary,
-    SummaryRequest,
 )
 from tests.support.sim import determinism
 from tests.support.sim.learner import MADE_UP, TASKS, wrong
@@ -69,7 +73,8 @@ NEVER_TRAINED_ON = (
     "forger",
 )
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
-NOT_DRAWN = ("patient", "taker", "clock", "silent")
+SLOW = ("hanger", "late", "staller")
+NOT_DRAWN = ("patient", "taker", "clock", "silent", *SLOW)
 PATIENCE = 3600.0
 """A patient node is honest for this time."""
 MOST_SERVED = 256
@@ -77,6 +82,7 @@ MOST_SERVED = 256
 ASKING_SECONDS = 0.5
 """Interval between rounds of requests to all peers."""
 WRONG_MS = 3_600_000
+LATE_SECONDS = 10.0
 LIFE = bytes(limits.LIFE_BYTES)
 LEFT_OUT = (
     "zstd bomb",
@@ -114,12 +120,12 @@ class Hostile:
             rng = random.Random(self._rng.getrandbits(64))
             network = SimNetwork(
                 medium,
-                self.peer,
+                Credentials(self.author.key, self.swarm),
                 self.address,
-                self.swarm,
                 self._directory,
                 self.bootstrap,
                 rng,
+                determinism.now,
                 nursery,
             )
             self.network = network
@@ -274,16 +280,19 @@ class Hostile:
             number(2**30),
             number(2**30),
             self._rng.random(),
+            1,
             number(2**30),
             number(2**10),
         )
-        request = codec.encode(SummaryRequest(seal_summary(lie, self.author.key, self.swarm)))
+        session = seal_session(Session(bytes(16), when, when), self.author.key, self.swarm)
+        summary = seal_summary(lie, self.author.key, self.swarm)
+        request = codec.encode(NeighboursRequest(self.swarm, [], session, summary, 1))
         await network.requests.request(
             peer,
-            ids.SUMMARY_PROTOCOL,
+            ids.NEIGHBOURS_PROTOCOL,
             request,
             deadline=10.0,
-            max_response_bytes=limits.SUMMARY_RESPONSE_BYTES,
+            max_response_bytes=limits.NEIGHBOURS_RESPONSE_BYTES,
         )
 
     # -- requests it answers
@@ -296,8 +305,9 @@ class Hostile:
             "concurrent": 64,
             "deadline": float("inf"),
         }
-        if self.kind in ("lister", "dripper"):
-            serve(ids.LISTING_PROTOCOL, self._list, **bounds)
+        if self.kind in ("lister", "dripper", *SLOW):
+            listing = self._list_large if self.kind in SLOW else self._list
+            serve(ids.LISTING_PROTOCOL, listing, **bounds)
             serve(ids.GROUPS_PROTOCOL, self._give, **bounds)
         else:
             serve(ids.LISTING_PROTOCOL, self._list_shelf, **bounds)
@@ -305,7 +315,7 @@ class Hostile:
         if self.kind == "vanisher":
             serve(ids.WEIGHTS_PROTOCOL, self._agree, **bounds)
         if self.kind == "peers":
-            serve(ids.PEERS_PROTOCOL, self._peers, **bounds)
+            serve(ids.NEIGHBOURS_PROTOCOL, self._neighbours, **bounds)
 
     async def _agree(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -328,11 +338,27 @@ class Hostile:
         ]
         return codec.encode(ListingResponse("ok", bytes(8), self._rng.randrange(2**20), claims))
 
+    async def _list_large(self, peer: str, request: bytes) -> bytes:
+        """List as many new groups as fit, each of the largest size and by an author of its own."""
+        if self.kind == "staller":
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        now, draw = int(determinism.now() * 1000), self._rng.randbytes
+        claims = [
+            ListedGroup(draw(32), draw(32), TASKS[0], now, limits.GROUP_BYTES, limits.SPREAD)
+            for _ in range(limits.LISTED)
+        ]
+        self._shelved += len(claims)
+        return codec.encode(ListingResponse("ok", LIFE, self._shelved, claims))
+
     async def _give(self, peer: str, request: bytes) -> bytes:
-        if self.kind == "dripper":
+        if self.kind in ("dripper", "hanger"):
             await trio.sleep_forever()
         await trio.lowlevel.checkpoint()
         asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        if self.kind == "late":
+            await trio.sleep(LATE_SECONDS)
+            return codec.encode(GroupsResponse([GroupResponse("busy")] * len(asked.contents)))
         answers = [
             self._rng.choice(
                 (GroupResponse("unknown"), GroupResponse("ok", self._rng.randbytes(100)))
@@ -363,7 +389,7 @@ class Hostile:
             )
         )
 
-    async def _peers(self, peer: str, request: bytes) -> bytes:
+    async def _neighbours(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
         addresses = []
         for _ in range(limits.PEERS):
@@ -371,4 +397,4 @@ class Hostile:
             third, fourth = self._rng.randrange(100, 200), self._rng.randrange(256)
             where = f"/ip4/45.{third}.{fourth}.7/tcp/{self._rng.randrange(1, 65536)}"
             addresses.append(PeerAddresses(nobody, [where]))
-        return codec.encode(PeersResponse(self.swarm, addresses))
+        return codec.encode(NeighboursResponse(self.swarm, addresses, [], [], b""))

@@ -1,5 +1,5 @@
-"""`p2p.api.Network` over simulated wires, with the product's own peer table, dialler, peer
-exchange, reputation and admission.
+"""`p2p.api.Network` over simulated wires, with the product's own peer table, dialler, neighbours,
+reputation and admission.
 
 This module replaces the libp2p host: connections with a handshake and pings, requests with one
 response, bulk chunks. Bytes are counted by protocol.
@@ -24,14 +24,15 @@ from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.discovery import Discovery, render_book
-from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.library.gater import HandshakePeer
+from swarmnode.p2p.neighbours import Neighbours
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER
 from swarmnode.p2p.slots import PeerSlots
 from swarmnode.wire import ids
+from swarmnode.wire.envelope import Credentials
 from tests.support.fakes.bulk import RequestBulk
 from tests.support.fakes.network import ServedProtocols
 from tests.support.sim.wires import History, Link, Timeline, Wires
@@ -156,24 +157,24 @@ class NoNat:
 
 
 class SimNetwork(PeerScores):
-    """The network of one node; satisfies `api.Network`. rng: its own. nursery: ends with the
-    node."""
+    """The network of one node; satisfies `api.Network`. rng: its own. clock: returns Unix time in
+    seconds. nursery: ends with the node."""
 
     def __init__(
         self,
         medium: Medium,
-        peer_id: str,
+        credentials: Credentials,
         address: Address,
-        swarm: bytes,
         data_dir: Path,
         bootstrap: list[tuple[Address, str]],
         rng: random.Random,
+        clock: Callable[[], float],
         nursery: trio.Nursery,
         max_connections: int = 200,
     ) -> None:
         super().__init__()
         self.medium = medium
-        self.peer_id = peer_id
+        self.peer_id = peer_id = credentials.peer
         self.address = address
         self.listen_addrs = [f"{address}/p2p/{peer_id}"]
         self.alive = True
@@ -187,13 +188,20 @@ class SimNetwork(PeerScores):
         self.bulk = RequestBulk(self.requests, self)
         self.streams = NoStreams()
         dialer = Dialer(self.peers, self._connect)
-        exchange = PeerExchange(
-            self.peers, self.requests, swarm, self.connections, NoNat(address), dialer.wake, rng
-        )  # type: ignore[arg-type]
+        self.neighbours = Neighbours(
+            self.requests,
+            credentials,
+            self.peers,
+            self.connections,
+            NoNat(address),  # type: ignore[arg-type]
+            dialer.wake,
+            self.is_allowed,
+            rng,
+            clock=clock,
+        )
         self.discovery = Discovery(
             self.peers,
             self.reputation,
-            exchange,
             None,
             data_dir / "peers.json",
             bootstrap,
@@ -205,7 +213,7 @@ class SimNetwork(PeerScores):
             self.peers,
             self,
             dialer,
-            exchange,
+            self.neighbours,
             max_connections,
             lambda peer: False,
             rng,
@@ -224,6 +232,7 @@ class SimNetwork(PeerScores):
         self.discovery.load()
         self.nursery.start_soon(self.manager.run)
         self.nursery.start_soon(self.discovery.run)
+        self.nursery.start_soon(self.neighbours.run)
 
     def stop(self, *, silently: bool) -> None:
         """Stop the network.

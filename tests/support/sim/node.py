@@ -19,11 +19,11 @@ from swarmnode.link.messages import Welcome
 from swarmnode.observe.watch import TrainerWatch
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.budget import Meter
-from swarmnode.p2p.summaries import Summaries
-from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
-from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.weights.service import WeightService
+from swarmnode.rollouts.network.exchange import RolloutExchange
+from swarmnode.stages.network.crew_service import NodeCallbacks, StageService
+from swarmnode.swarm.known import KnownPeers
+from swarmnode.weights.network.service import WeightService
 from swarmnode.wire.envelope import Credentials, peer_id
 from swarmnode.wire.messages import Summary
 from tests.support.fakes.scorer import InProcessScorer
@@ -62,7 +62,6 @@ class Life:
     rollouts: RolloutExchange
     weights: WeightService
     meter: Meter
-    summaries: Summaries
     port: TrainerPort
     trainer: trio.CancelScope | None = None
     learner: Learner | None = None
@@ -112,7 +111,6 @@ class Node:
             await nursery.start(life.rollouts.run)
             await nursery.start(life.weights.run)
             nursery.start_soon(life.meter.run)
-            nursery.start_soon(life.summaries.run)
             nursery.start_soon(self._keep_disks)
             task_status.started()
             nursery.start_soon(self._train, note)
@@ -121,17 +119,18 @@ class Node:
     def _make(self, medium: Medium, nursery: trio.Nursery) -> Life:
         rng, traits = self._rng, self.traits
         own = lambda: random.Random(rng.getrandbits(64))
+        credentials = Credentials(self.key, self.swarm)
         network = SimNetwork(
             medium,
-            self.peer,
+            credentials,
             self.address,
-            self.swarm,
             self._directory,
             self.bootstrap,
             own(),
+            self.clock,
             nursery,
         )
-        credentials = Credentials(self.key, self.swarm)
+        network.neighbours.detect_duplicates()
         meter = Meter(
             NetworkConfig(upload_bytes_per_second=traits.upload),
             "",
@@ -152,6 +151,7 @@ class Node:
         crew = StageService(
             network,
             StagesConfig(mode="off"),
+            KnownPeers(),
             self._directory,
             NodeCallbacks(lambda message: False),
             rng=own(),
@@ -160,20 +160,11 @@ class Node:
             network,
             credentials,
             WeightsConfig(sync_every=traits.pace.sync_every, fragments=1),
+            KnownPeers(everyone=True),
             self._directory,
             lambda message: life.learner is not None and life.learner.averaging.receive(message),
             budget=meter.allows,
             unix_time=self.clock,
-        )
-        summaries = Summaries(
-            network.requests,
-            self.peer,
-            self.key,
-            self.swarm,
-            network.connected,
-            is_allowed=network.is_allowed,
-            clock=self.clock,
-            rng=own(),
         )
         port = TrainerPort(Welcome(self.peer, self.swarm), TrainerWatch(), rollouts, weights, crew)
         life = Life(
@@ -182,11 +173,10 @@ class Node:
             rollouts,
             weights,
             meter,
-            summaries,
             port,
             began=trio.current_time(),
         )
-        summaries.own_summary = lambda created_at: Summary(
+        network.neighbours.own_summary = lambda created_at: Summary(
             self.name,
             "sim",
             created_at,
@@ -194,6 +184,7 @@ class Node:
             self.memory.version,
             self.memory.version,
             0.0,
+            self.memory.version,
             rollouts.statistics().published,
             len(network.connected()),
         )

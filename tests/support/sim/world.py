@@ -21,7 +21,7 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.reputation import Standing
-from swarmnode.rollouts.admission import QUEUE_GROUPS
+from swarmnode.rollouts.network.admission import QUEUE_GROUPS
 from tests.support.sim import breaks, determinism
 from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile
 from tests.support.sim.learner import TASKS

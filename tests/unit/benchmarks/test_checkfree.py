@@ -13,9 +13,8 @@ from benchmarks.checkfree import (
     follow,
     fork,
     grow,
-    tables,
 )
-from benchmarks.lib.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
+from benchmarks.lib.staged import VOCABULARY, WINDOW, Corpus, Staged, build
 
 MARKS = (0, 3)
 TRUNK = 52
@@ -65,15 +64,6 @@ def test_exact_recovery_costs_nothing_and_random_does(trunk, corpus, place):
     assert random["kl"] > 0.0
 
 
-def test_refused_method_has_a_reason_and_no_figures(trunk, corpus):
-    rows = [*rows_of(trunk, corpus, "two adjacent stages", "CheckFree", "random").values()]
-    assert "neighbour is lost too" in rows[0]["refused"]
-    assert "jump" not in rows[0]
-    shown = tables([row | {"part": "ordinary order"} for row in rows])
-    assert "| refused" in shown
-    assert "random" in shown
-
-
 def test_a_lost_stage_is_gone(trunk, corpus):
     staged = trunk.staged
     staged.roll_back(trunk.checkpoint)
@@ -81,25 +71,3 @@ def test_a_lost_stage_is_gone(trunk, corpus):
     assert math.isnan(staged.measure(corpus.held_out))
     fork(trunk, (3,), exact)
     assert math.isfinite(staged.measure(corpus.held_out))
-
-
-def test_synthesis_raises_the_learning_rate_of_its_stage(trunk):
-    fork(trunk, (3,), METHODS["CheckFree"])
-    assert trunk.staged.factors == [1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 1.0, 1.0]
-    trunk.staged.roll_back(trunk.checkpoint)
-    assert trunk.staged.factors == [1.0] * STAGES
-
-
-def test_swapped_order_trains_other_weights_of_the_same_model(corpus):
-    plain, swapped = Staged(build(0), 4e-3), Staged(build(0), 4e-3, swapped=True)
-    assert plain.measure(corpus.held_out) == swapped.measure(corpus.held_out)
-    for staged in (plain, swapped):
-        staged.step(corpus.batch(0, 0))
-    assert [n for n, _ in swapped.model.named_parameters()] == [
-        n for n, _ in plain.model.named_parameters()
-    ]
-    assert plain.measure(corpus.held_out) != swapped.measure(corpus.held_out)
-
-
-def test_text_has_printable_characters_only():
-    assert encode("a~ \n\té").tolist() == [65, 94, 0, 95]

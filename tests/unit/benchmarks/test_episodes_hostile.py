@@ -1,6 +1,5 @@
 """The benchmark of peers' episodes that must not be trained on: each attack has one reason."""
 
-import pytest
 import trio
 
 from benchmarks import episodes_hostile
@@ -31,9 +30,3 @@ def test_each_way_has_one_reason_and_the_honest_author_none(monkeypatch):
     assert (found["internal_errors"], found["scorer"]["failures"]) == (0, 0)
     found["outcomes"] = outcomes
     assert "| honest" in episodes_hostile.show(found)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_is_one_group_of_four_episodes(way):
-    assert len(WAYS[way]) == 4
-    assert all(len(actions) <= episodes_hostile.TURNS for actions in WAYS[way])

@@ -13,10 +13,6 @@ COMMANDS = sorted(name for name, text in MODULES.items() if "make_parser(" in te
 LIBRARIES = sorted(path.stem for path in (FOLDER / "lib").glob("[a-z]*.py"))
 
 
-def test_there_are_some():
-    assert {"sapo", "noloco", "hostile"} <= set(COMMANDS)
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name, monkeypatch, capsys):
     module = importlib.import_module(f"benchmarks.{name}")

@@ -1,52 +1,14 @@
 """Tables and accounting of the benchmarks."""
 
-import json
-
 import pytest
 
 from benchmarks.lib.report import (
-    columns,
     count_until,
     mean_until,
-    median_range,
-    spread,
-    table,
     value_at,
-    write_json,
 )
 
-
-def test_a_table_is_markdown_with_numbers_to_the_right():
-    lines = table(["arm", "reward"], [["4/4", "0.5 ± 0.1"], ["adaptive", "–"]]).splitlines()
-    assert lines[1] == "|----------|----------:|"
-    assert lines[2] == "| 4/4      | 0.5 ± 0.1 |"
-    assert len({len(line) for line in lines}) == 1
-
-
-def test_spread_is_mean_and_sample_deviation():
-    assert spread([1.0, 2.0, 3.0], 1) == "2.0 ± 1.0"
-    assert spread([2.0], 1) == "2.0"
-    assert spread([]) == "–"
-    assert median_range([5.0, 1.0, 2.0], 1) == "2.0 [1.0–5.0]"
-
-
-def test_json_names_machine_and_date_and_replaces_the_file_whole(tmp_path):
-    path = tmp_path / "result.json"
-    write_json(path, {"a": 1})
-    write_json(path, {"a": 2})
-    document = json.loads(path.read_text())
-    assert document["results"] == {"a": 2}
-    assert document["machine"]
-    assert document["date"]
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
-
-
 CURVE = [(0.0, 0.0), (100.0, 0.2), (150.0, 0.4)]
-
-
-def test_a_table_of_columns_has_a_row_for_each_item():
-    shown = columns([1, 2], {"number": str, "square": lambda n: n * n})
-    assert shown == table(["number", "square"], [["1", 1], ["2", 4]])
 
 
 @pytest.mark.parametrize(("budget", "reward"), [(50, 0.1), (100, 0.2), (125, 0.3), (150, 0.4)])

@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks import second
 from benchmarks.lib import sums_policy
-from benchmarks.lib.report import read_rows, value_at
+from benchmarks.lib.report import read_rows
 from benchmarks.lib.simulator import single_thread
-from benchmarks.lib.start_policy import profile_of
 from benchmarks.second import STUDIES, SecondSwarm, Size
 
 TINY = replace(
@@ -42,16 +41,6 @@ def policies(start, arm):
     return [second.load(member, start[0]) for member in STUDIES[arm].members]
 
 
-def test_start_policy_is_cached_and_has_the_requested_accuracy(start, monkeypatch):
-    directory, _ = start
-    monkeypatch.setattr(sums_policy, "pretrain", None)
-    assert sums_policy.make(TINY, directory.parent) == directory
-    profile = profile_of(directory)
-    assert TINY.enough <= profile["right"] < 1
-    with pytest.raises(TypeError):
-        sums_policy.make(replace(TINY, seed=1), directory.parent)
-
-
 def test_training_and_held_out_questions_are_different_rows(start):
     _, scorer = start
     exam = second.Exam(scorer, SIZE)
@@ -60,18 +49,6 @@ def test_training_and_held_out_questions_are_different_rows(start):
     trained = {one.prompt for one in swarm.score([(ref, []) for ref in asked])}
     assert len(trained) > 10
     assert trained.isdisjoint(exam.prompts)
-
-
-def test_training_uses_the_majority_and_the_exam_uses_answers(start):
-    _, scorer = start
-    arm = "alone, majority"
-    swarm = SecondSwarm(STUDIES[arm], policies(start, arm), SIZE, scorer, 0)
-    trained = swarm.score(
-        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].next_questions(8, swarm.names)]
-    )
-    assert [one.rewards for one in trained] == [[1, 1, 0]] * 8
-    exam = swarm.score([(ref, ["1001", "1001", "1"]) for ref in second.Exam(scorer, SIZE).refs])
-    assert [one.rewards for one in exam] == [[0, 0, 0]] * SIZE.eval_questions
 
 
 def test_trl_learns_the_questions_of_the_lone_node(start):
@@ -95,11 +72,3 @@ def test_each_node_is_recorded_and_finished_runs_are_found(start, tmp_path):
     (found,) = read_rows(file, [asdict(SIZE)])
     assert read_rows(file, [asdict(replace(SIZE, steps=3))]) == []
     assert "LoRA with full" in second.show([found])
-
-
-def test_tokens_until_a_reward_are_between_measurements():
-    points = [(0, 0.0), (100, 0.2), (200, 0.6), (300, 0.8)]
-    node = {"held_out": [{"tokens": tokens, "reward": reward} for tokens, reward in points]}
-    assert value_at(second.curve(node, "tokens"), 150) == pytest.approx(0.4)
-    assert second.tokens_until(node, 0.55) == pytest.approx(200)
-    assert second.tokens_until(node, 0.75) is None

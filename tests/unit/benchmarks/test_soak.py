@@ -22,8 +22,3 @@ def test_constant_falling_or_slowly_rising_use_is_no_leak():
     assert not soak.grows(series(lambda i: 7))
     assert not soak.grows(series(lambda i: 100 - i))
     assert not soak.grows(series(lambda i: 100 + 0.001 * i)), "0.4 % an hour"
-
-
-def test_one_step_up_is_no_trend_of_the_median_slope():
-    """A cache that is filled once, late, has a significant trend and a slope of 0."""
-    assert soak.slope(series(lambda i: 100 + (i == 59))) == 0

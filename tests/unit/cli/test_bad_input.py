@@ -7,10 +7,8 @@ import shutil
 import subprocess
 
 import pytest
-from cyclopts import CycloptsError
 
 from swarmnode import cli
-from swarmnode.cli import app
 from swarmnode.files import FORMAT, FORMAT_FILE, lock_data_dir
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.swarm import membership
@@ -19,57 +17,6 @@ from tests.support.manifests import founded
 from tests.support.small_disk import fill, mounted, needs_mount, read_only
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
-
-
-def walk(group, path=()):
-    """Yield (words, command) of every command."""
-    for name in group:
-        if not name.startswith("-"):
-            if group[name].default_command:
-                yield (*path, name), group[name]
-            yield from walk(group[name], (*path, name))
-
-
-COMMANDS = dict(walk(app))
-
-
-def wrong_calls(path):
-    """Yield calls of a command in which one argument is missing, repeated, unknown, surplus or of
-    the wrong type."""
-    arguments = [
-        each for each in COMMANDS[path].assemble_argument_collection() if each.names != ("*",)
-    ]
-    positional = [each for each in arguments if each.index is not None]
-    given = ["1" for each in positional if each.required]
-    any_number = any(each.field_info.kind.name == "VAR_POSITIONAL" for each in positional)
-    yield [*path, *given, "--bogus"]
-    if given:
-        yield list(path)
-    if not any_number:
-        yield [*path, *["1"] * len(positional), "surplus"]
-    for each in arguments:
-        others = [*path, *([] if each.required else given)]
-        if each.hint is bool:
-            yield [*others, f"{each.name}=maybe"]
-        elif each.field_info.kind.name != "VAR_POSITIONAL":
-            yield [*others, each.name]
-            if "list" not in str(each.hint):
-                yield [*others, each.name, "1", each.name, "2"]
-            if any(kind in str(each.hint) for kind in ("int", "float", "Literal")):
-                yield [*others, each.name, "many"]
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_a_usage_error_is_one_line_and_exit_two(path, capsys):
-    calls = list(wrong_calls(path))
-    assert len(calls) >= 2
-    for call in calls:
-        with pytest.raises(CycloptsError):  # before anything is done
-            app.parse_args(call, exit_on_error=False, print_error=False)
-        assert cli.run(call) == 2
-        printed = capsys.readouterr()
-        assert (printed.out, printed.err.count("\n")) == ("", 1), call
-        assert printed.err.endswith(f"see `swarmnode {' '.join(path)} --help`\n"), call
 
 
 # ---- directories
@@ -153,14 +100,8 @@ WRITES = [
 ]
 READS = [
     "config show",
-    "config path",
-    "manifest show",
-    "rollback",
     "status",
-    "top",
     "pause",
-    "resume",
-    "finish",
     "task try builtin/copy --no-sample",
 ]
 
@@ -199,19 +140,9 @@ def test_a_directory_states_its_format(node, capsys):
     ("file", "words", "code", "problem"),
     [
         ("identity.key", "run", 69, "is not a PEM key; restore or remove it"),
-        ("identity.key", "bootstrap", 69, "is not a PEM key; restore or remove it"),
-        ("identity.key", "key rotate", 69, "is not a PEM key; restore or remove it"),
-        ("identity.key", "key backup old.key", 69, "is not a PEM key; restore or remove it"),
-        ("identity.key", SUCCESSOR, 69, "is not a PEM key; restore or remove it"),
         ("manifest/current", "run", 69, "join again"),
-        ("manifest/current", "manifest show", 69, "join again"),
-        ("manifest/current", SUCCESSOR, 69, "join again"),
         ("manifest", "run", 69, "is damaged"),
-        ("manifest", "manifest follow", 69, "remove it and join again"),
-        ("manifest", "bootstrap", 69, "remove it and join again"),
         ("config.toml", "run", 78, "config.toml"),
-        ("config.toml", "config set node.name=other", 78, "config.toml"),
-        ("config.toml", "key show", 78, "config.toml"),
         ("trainer/state.safetensors", "rollback 3", 69, "no state of step 3"),
     ],
 )
@@ -243,28 +174,6 @@ def test_a_read_only_disk_stops_a_command_first(node, capsys, words):
         assert run(words, data) == 69
         check_error(capsys, "Read-only file system")
         assert tree(disk) == before
-
-
-@needs_mount
-@pytest.mark.parametrize(
-    "words",
-    [
-        "key show",
-        "config set node.name=other",
-        "run",
-        "init",
-        "bootstrap --manifest m",
-        "join INVITE",
-    ],
-)
-def test_an_impossible_directory_is_reported(node, capsys, words):
-    with mounted(node.parent / "disk", "8m") as disk:
-        for name in ("new.key", "secret", "m"):
-            shutil.copy2(node.parent / name, disk / name)
-        read_only(disk)
-        words = words.replace("INVITE", f"{ADDRESS}/swarm/{'0' * 64}")
-        assert run(words, disk / "node") == 69
-        check_error(capsys, "Read-only file system")
 
 
 @needs_mount

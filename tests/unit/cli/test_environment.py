@@ -6,13 +6,11 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from swarmnode import cli, environment
-from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import locked_data_dir
 
@@ -59,16 +57,10 @@ def test_a_full_output_device_is_one_line(tmp_path) -> None:
     "variables",
     [
         {"PYTHONOPTIMIZE": "2"},
-        {"PYTHONINSPECT": "1"},
         {"PYTHONWARNINGS": "error", "PYTHONSTARTUP": "/nonexistent", "PYTHONHASHSEED": "0"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
         {"LC_ALL": "tr_TR.ISO-8859-9", "LANG": "nonsense", "PYTHONUTF8": "0"},
-        {"COLUMNS": "0", "LINES": "-1"},
         {"COLUMNS": "1000000000", "LINES": "abc"},
-        {"COLUMNS": "٣", "TERM": "nonsense", "NO_COLOR": ""},
         {"TMPDIR": "/nonexistent", "HOME": "relative", "XDG_STATE_HOME": "", "USER": ""},
-        {"OMP_NUM_THREADS": "abc", "CUDA_VISIBLE_DEVICES": "junk", "TORCH_LOGS": "junk"},
     ],
     ids=lambda variables: ",".join(variables),
 )
@@ -129,15 +121,16 @@ def test_runs_without_home_and_user_entry(tmp_path) -> None:
     assert not any(tmp_path.glob("~*"))
 
 
-def test_creates_a_missing_temporary_directory(monkeypatch, tmp_path) -> None:
-    def nowhere() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    monkeypatch.setenv("TMPDIR", "/nonexistent")
+@pytest.mark.parametrize("writable", [True, False])
+def test_caches_are_in_the_data_directory_if_home_is_read_only(
+    monkeypatch, tmp_path, writable
+) -> None:
+    """As in a container with a read-only root file system."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / ".cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: writable or path != tmp_path)
     environment.provide_directories(tmp_path / "node")
-    assert Path(os.environ["TMPDIR"]).is_dir()
-    assert tmp_path in Path(os.environ["TMPDIR"]).parents
+    cache = tmp_path / "home" / ".cache" if writable else tmp_path / "node" / "cache"
+    assert os.environ["XDG_CACHE_HOME"] == str(cache)
 
 
 def test_errors_contain_no_control_characters(monkeypatch, capsys) -> None:
@@ -149,7 +142,3 @@ def test_errors_contain_no_control_characters(monkeypatch, capsys) -> None:
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 2
     assert all(character.isprintable() or character == "\n" for character in error)
-
-
-def test_the_default_directory_is_absolute() -> None:
-    assert Config().node.data_dir.is_absolute()

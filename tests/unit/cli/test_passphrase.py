@@ -3,7 +3,6 @@
 import io
 import json
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -186,26 +185,6 @@ def test_a_new_key_gets_the_passphrase(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, WORDS)
     assert key(tmp_path, "show") == 0
     assert passphrase.is_locked((tmp_path / "identity.key").read_bytes())
-
-
-def test_openssl_opens_the_key(tmp_path, locked):
-    printed = subprocess.run(
-        [
-            "openssl",
-            "pkey",
-            "-in",
-            str(tmp_path / "identity.key"),
-            "-passin",
-            f"pass:{WORDS}",
-            "-noout",
-            "-text",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "ED25519" in printed.stdout
 
 
 CHILD = """

@@ -15,7 +15,6 @@ from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.swarm import manifest
 from swarmnode.swarm.manifest_store import ManifestStore
-from swarmnode.swarm.successor import SuccessorStatistics, differences
 from swarmnode.wire.messages import Access
 from tests.support.manifests import founded, succeeding
 from tests.support.waiting import until
@@ -140,11 +139,6 @@ def test_an_invalid_successor_is_refused_in_one_line(
     assert ManifestStore(tmp_path).current() == before.swarm
 
 
-def test_public_needs_successor(tmp_path, capsys):
-    assert cli.run(["init", "--public", "--any-model", "-d", str(tmp_path)]) == 78
-    assert "--public is for a --successor" in capsys.readouterr().err
-
-
 def test_a_private_swarm_stays_private_without_public(tmp_path, founder, capsys):
     own = load_or_create(tmp_path / "identity.key").peer_id
     before = founder(access=Access([own], manifest.commitment(SECRET)))
@@ -180,16 +174,8 @@ def test_any_model_stays_with_a_configured_model(tmp_path, founder):
     assert present(tmp_path).manifest.models == []
 
 
-def test_ignores_the_creation_time_in_differences():
-    first = founded()
-    assert differences(first.manifest, succeeding(first).manifest) == []
-
-
 class NoPeers:
     peer_id = ""
-
-    def connected(self):
-        return []
 
 
 @pytest.mark.parametrize(
@@ -221,13 +207,6 @@ async def test_health_reports_a_waiting_successor(
     troubles = " ".join(health.troubles(NodeSnapshot(successor=statistics)))
     assert ("`swarmnode manifest follow` moves this node there" in troubles) is (follow == "ask")
     assert ("cannot follow: it trains another model" in troubles) is (follow == "founder")
-
-
-def test_health_reports_nothing_without_a_successor():
-    assert not any(
-        "successor" in trouble
-        for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics()))
-    )
 
 
 def test_keeps_the_founders_dns_address(tmp_path, founder):

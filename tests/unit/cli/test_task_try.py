@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -122,6 +124,7 @@ def test_samples_answers_of_the_policy(tmp_path, options):
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
     assert len(tried) == 10
+    assert all(len(each["rewards"]) == len(each["cuts"]) == 7 for each in tried)
     assert all(
         each["prompt"].startswith("What is ")
         and isinstance(each["sampled"], str)
@@ -138,7 +141,10 @@ def test_cut_answers_are_counted_with_the_remedy(tmp_path, options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("' (cut): reward 0.0\n") == 10
-    assert "10 sampled answers were cut at training.max_completion_length: raise" in done.stdout
+    assert "70 sampled answers were cut at training.max_completion_length: raise" in done.stdout
+    assert "70 sampled answers: reward 0: 70\n" in done.stdout
+    assert "no sampled answer earns anything" in done.stdout
+    assert "loading the policy for 70 answers" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,6 +161,18 @@ def test_an_unknown_task_is_one_line(options, capsys, task, problem):
 
 
 REWARDS = """
+def picky(prompts, completions, answer, **columns):
+    return [float(text == gold and gold != "7") for text, gold in zip(completions, answer)]
+
+def swallowing(prompts, completions, **columns):
+    try:
+        import colorsys
+    except Exception:
+        return [0.5 for _ in completions]
+
+def generous(prompts, completions, **columns):
+    return [1.0 for _ in completions]
+
 def strict(prompts, completions, *, answer, level):
     return [float(text == f"It is {gold}.") for text, gold in zip(completions, answer)]
 """
@@ -210,3 +228,52 @@ def test_right_answers_of_builtin_tasks_score_one(options, capsys):
         assert cli.run(["task", "try", task, "--no-sample", "--json", *options]) == 0
         tried = json.loads(capsys.readouterr().out)
         assert {each["right_reward"] for each in tried} == {1.0}
+
+
+@pytest.fixture
+def rewarded(tmp_path, options):
+    """A function verifier → options of a dataset with that reward function."""
+    (tmp_path / "try_rewards.py").write_text(REWARDS)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) + "\n" for i in range(30))
+    )
+
+    def given(verifier, extra=""):
+        task = f'{{source = "{rows}", verifier = "{verifier}"{extra}}}'
+        return ["--set", f'task.datasets={{"data/rewarded" = {task}}}', *options]
+
+    return given
+
+
+def test_a_row_whose_own_answer_earns_nothing_is_shown(rewarded, capsys):
+    given = rewarded("try_rewards:picky")
+    assert cli.run(["task", "try", "data/rewarded", "--no-sample", *given]) == 0
+    out = capsys.readouterr().out
+    assert "rows, 1 have an answer that earns nothing:\n" in out
+    assert '{"answer": "7", "prompt": "Say 7."}' in out
+
+
+def test_refusals_of_the_sandbox_end_with_78(rewarded, capsys):
+    given = rewarded("try_rewards:swallowing")
+    assert cli.run(["task", "try", "data/rewarded", "--no-sample", *given]) == 78
+    out = capsys.readouterr().out
+    assert "refused by the sandbox: import colorsys" in out
+    assert "the sandbox refused import colorsys: the code may have caught the error" in out
+
+
+def test_cut_answers_that_earn_everything_are_named(rewarded, tmp_path):
+    given = [*rewarded("try_rewards:generous"), "--set", "training.max_completion_length=2"]
+    command = [sys.executable, "-m", "swarmnode", "task", "try", "data/rewarded", *given]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    cut = re.search(
+        r"(\d+) answers that were cut earn 1, .* nothing_after .* mask_truncated", done.stdout
+    )
+    assert cut is not None
+    assert int(cut[1]) > 10
+    assert "70 sampled answers: reward 1: 70\n" in done.stdout
+    assert re.search(r"a step takes at most about \d+ (s|min) here: 64 answers of", done.stdout)

@@ -5,11 +5,29 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.stages import wire
-from swarmnode.stages.crew import (
-    CLEARING_STEPS,
-    GRACE_SECONDS,
-    MAX_FAILED_CREWS,
+from swarmnode.stages.crew_messages import (
+    AcceptAnswer,
+    AliveAnswer,
+    CrewEnd,
+    CrewMember,
+    CrewRecord,
+    CrewStart,
+    Heartbeat,
+    HeldBlock,
+    LeaveRequest,
+    MemberStatus,
+    Offer,
+    ProposeRequest,
+    RefuseAnswer,
+    StageAssignment,
+    StageFault,
+    StageStatus,
+    ToTrainer,
+    TrainerOffer,
+    crew_id,
+)
+from swarmnode.stages.network.crew import CLEARING_STEPS, GRACE_SECONDS, MAX_FAILED_CREWS, advance
+from swarmnode.stages.network.crew_state import (
     ClockTick,
     CrewDependencies,
     CrewStatistics,
@@ -28,22 +46,13 @@ from swarmnode.stages.crew import (
     State,
     StreamLost,
     TrainerDisconnected,
-    advance,
     statistics,
 )
-from swarmnode.stages.wire import (
-    Capacity,
-    CrewMember,
-    CrewRecord,
-    HeldBlock,
-    ModelCost,
-    PartCost,
-    crew_id,
-)
+from swarmnode.stages.specs import ModelCost, PartCost
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 SETTINGS = MembershipSettings(stages=2, base_wait_seconds=120.0)
-ACTIVE = wire.MemberStatus("active", 40)
+ACTIVE = MemberStatus("active", 40)
 
 
 def copy(stage, step=40, where="memory", lineage=LINEAGE):
@@ -64,9 +73,7 @@ class Node:
         self.state, self.now, self.done = State("b"), 100.0, []
         cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * layers, PartCost(0.0, 0.0))
         self.stages = layers
-        self.trainer_offer = wire.TrainerOffer(
-            MODEL, Capacity(memory, 1.0), cost, self.of_this_crew(copies)
-        )
+        self.trainer_offer = TrainerOffer(MODEL, memory, 1.0, cost, self.of_this_crew(copies))
         for peer in "acd":
             self.handle(PeerConnected(peer))
         self.handle(self.trainer_offer)
@@ -84,7 +91,7 @@ class Node:
         )
 
     def receive_offer(self, peer, *copies, memory=1.0):
-        self.answer(peer, wire.Offer(MODEL, memory, 1.0, self.of_this_crew(copies)))
+        self.answer(peer, Offer(MODEL, memory, 1.0, self.of_this_crew(copies)))
 
     def of_this_crew(self, copies):
         """`copies` of a crew with a layer for each stage."""
@@ -92,15 +99,13 @@ class Node:
 
     def receive_heartbeats(self, *peers, status=ACTIVE):
         for peer in peers:
-            self.answer(peer, wire.Heartbeat(self.state.crew.id, status))
+            self.answer(peer, Heartbeat(self.state.crew.id, status))
 
     def wait(self, seconds, alive=(), heard=()):
         for tick in range(round(seconds / SETTINGS.tick_seconds)):
             self.now += SETTINGS.tick_seconds
             if tick % 2 and self.state.crew is not None:
-                self.receive_heartbeats(
-                    *alive, status=wire.MemberStatus("active", 40, int(self.now))
-                )
+                self.receive_heartbeats(*alive, status=MemberStatus("active", 40, int(self.now)))
             self.handle(ClockTick({peer: self.now for peer in heard}))
 
     def sent(self, kind):
@@ -111,7 +116,7 @@ class Node:
         ]
 
     def sent_to_trainer(self):
-        return [action for action in self.done if isinstance(action, wire.ToTrainer)]
+        return [action for action in self.done if isinstance(action, ToTrainer)]
 
     def notes(self, what):
         return [
@@ -126,12 +131,12 @@ def running(*peers, step=40, copies=None):
     peers = peers or ("a", "b")
     own = (copy(peers.index("b"), step),) if copies is None else copies
     node = Node(*(own if step else ()), layers=len(peers))
-    assert node.answer("a", wire.ProposeRequest(record(*peers, step=step))) == wire.AcceptAnswer(
+    assert node.answer("a", ProposeRequest(record(*peers, step=step))) == AcceptAnswer(
         crew_id(record(*peers, step=step))
     )
     others = [peer for peer in peers if peer != "b"]
-    node.receive_heartbeats(*others, status=wire.MemberStatus("active", step))
-    node.handle(wire.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
+    node.receive_heartbeats(*others, status=MemberStatus("active", step))
+    node.handle(StageStatus(node.state.crew.id, peers.index("b"), "active", step))
     assert node.state.phase == Phase.RUNNING
     return node
 
@@ -142,38 +147,28 @@ def running(*peers, step=40, copies=None):
 def test_accepted_crew_is_assigned_once_all_sent_heartbeats():
     node = Node(copy(1), layers=3)
     of = record("a", "b", "c")
-    assert node.answer("a", wire.ProposeRequest(of)) == wire.AcceptAnswer(crew_id(of))
-    assert {peer for peer, _ in node.sent(wire.Heartbeat)} == {"a", "c"}
+    assert node.answer("a", ProposeRequest(of)) == AcceptAnswer(crew_id(of))
+    assert {peer for peer, _ in node.sent(Heartbeat)} == {"a", "c"}
     node.receive_heartbeats("a")
     assert node.state.phase == Phase.FORMING
     assert not node.sent_to_trainer()
     node.receive_heartbeats("c")
     [assigned] = node.sent_to_trainer()
     assert (assigned.stage, assigned.members, assigned.step) == (1, ("a", "b", "c"), 40)
-    assert node.answer("a", wire.ProposeRequest(of)) == wire.AcceptAnswer(crew_id(of)), (
-        "a repeated proposal"
-    )
-
-
-def test_answer_to_our_heartbeat_is_a_heartbeat():
-    node = Node(copy(1))
-    node.answer("a", wire.ProposeRequest(record("a", "b")))
-    crew = node.state.crew.id
-    node.handle(RequestFinished("a", wire.Heartbeat(crew, ACTIVE), wire.AliveAnswer(crew, ACTIVE)))
-    assert node.state.crew.formed
+    assert node.answer("a", ProposeRequest(of)) == AcceptAnswer(crew_id(of)), "a repeated proposal"
 
 
 def test_candidate_with_the_newest_step_proposes_first():
     node = Node(copy(1))
     node.receive_offer("a", copy(0))
     node.handle(ClockTick())
-    assert not node.sent(wire.ProposeRequest), "`a` comes first"
+    assert not node.sent(ProposeRequest), "`a` comes first"
     node.wait(SETTINGS.turn_seconds)
-    [(peer, proposal)] = node.sent(wire.ProposeRequest)
+    [(peer, proposal)] = node.sent(ProposeRequest)
     assert (peer, proposal.record.step) == ("a", 40)
     first = Node(copy(1, 41))
     first.receive_offer("a", copy(0, 40))
-    assert [message.record.step for _, message in first.sent(wire.ProposeRequest)] == [41]
+    assert [message.record.step for _, message in first.sent(ProposeRequest)] == [41]
 
 
 @pytest.mark.parametrize(
@@ -188,37 +183,24 @@ def test_candidate_with_the_newest_step_proposes_first():
 )
 def test_bad_record_is_refused(of, why):
     node = Node(copy(1))
-    assert node.answer("a", wire.ProposeRequest(of)) == wire.RefuseAnswer(why, crew_id(of))
+    assert node.answer("a", ProposeRequest(of)) == RefuseAnswer(why, crew_id(of))
     assert node.state.crew is None
 
 
 def test_stage_without_room_is_refused():
     node = Node(memory=0.5)
-    assert node.answer("a", wire.ProposeRequest(record("a", "b", step=0))).reason == "room"
+    assert node.answer("a", ProposeRequest(record("a", "b", step=0))).reason == "room"
 
 
 def test_untrusted_member_is_refused():
     node = Node(trusts=lambda peer: peer != "a")
-    assert node.answer("a", wire.ProposeRequest(record("a", "b"))).reason == "trust"
+    assert node.answer("a", ProposeRequest(record("a", "b"))).reason == "trust"
 
 
 def test_second_proposal_is_refused_as_busy():
     node = Node(copy(1))
-    node.answer("a", wire.ProposeRequest(record("a", "b")))
-    assert node.answer("c", wire.ProposeRequest(record("c", "b"))).reason == "busy"
-
-
-def test_nodes_that_propose_to_each_other_refuse_and_try_again():
-    node = Node(copy(1, 41))
-    node.receive_offer("a", copy(0))
-    [(_, ours)] = node.sent(wire.ProposeRequest)
-    theirs = record("a", "b", nonce=b"o" * 8)
-    assert node.answer("a", wire.ProposeRequest(theirs)).reason == "busy"
-    node.handle(RequestFinished("a", ours, wire.RefuseAnswer("busy", node.state.crew.id)))
-    assert node.state.phase == Phase.FREE
-    node.receive_offer("a", copy(0))
-    node.wait(3.0)
-    assert len(node.sent(wire.ProposeRequest)) == 2
+    node.answer("a", ProposeRequest(record("a", "b")))
+    assert node.answer("c", ProposeRequest(record("c", "b"))).reason == "busy"
 
 
 @pytest.mark.parametrize(
@@ -237,32 +219,19 @@ def test_own_steps_are_discarded_only_after_waiting(of, seconds):
     node = Node(copy(1))
     if seconds:
         node.now += seconds - 1
-        assert node.answer("a", wire.ProposeRequest(of)).reason == "newer"
+        assert node.answer("a", ProposeRequest(of)).reason == "newer"
         node.now += 1
-    assert isinstance(node.answer("a", wire.ProposeRequest(of)), wire.AcceptAnswer)
+    assert isinstance(node.answer("a", ProposeRequest(of)), AcceptAnswer)
 
 
 def test_crew_that_does_not_form_strikes_missing_members():
     node = Node(copy(1), layers=3)
-    node.answer("a", wire.ProposeRequest(record("a", "b", "c")))
+    node.answer("a", ProposeRequest(record("a", "b", "c")))
     node.receive_heartbeats("a")
     node.wait(SETTINGS.join_seconds + GRACE_SECONDS, alive=["a"])
     assert node.state.crew is None
     assert not node.sent_to_trainer()
     assert [detail.split(":")[0] for detail in node.notes("struck")] == ["c"]
-
-
-def test_proposer_leaves_at_the_first_refusal_and_tries_again():
-    node = Node(copy(1, 41), layers=3)
-    node.receive_offer("a", copy(0))
-    node.receive_offer("c", copy(2))
-    [first, _] = node.sent(wire.ProposeRequest)
-    crew = node.state.crew.id
-    node.handle(RequestFinished("a", first[1], wire.RefuseAnswer("newer", crew)))
-    assert {peer for peer, _ in node.sent(wire.LeaveRequest)} == {"a", "c"}
-    node.wait(3.0)
-    assert len(node.sent(wire.ProposeRequest)) == 4
-    assert not node.notes("struck")
 
 
 def test_peer_that_refuses_again_and_again_is_struck():
@@ -271,14 +240,12 @@ def test_peer_that_refuses_again_and_again_is_struck():
     for _ in range(200):
         if node.state.crew is not None:
             crew, of = node.state.crew.id, node.state.crew.record
-            node.handle(
-                RequestFinished("a", wire.ProposeRequest(of), wire.RefuseAnswer("trust", crew))
-            )
+            node.handle(RequestFinished("a", ProposeRequest(of), RefuseAnswer("trust", crew)))
         node.wait(0.5)
         node.receive_offer("a", copy(0))
         if node.notes("struck"):
             break
-    assert len(node.sent(wire.ProposeRequest)) == MAX_FAILED_CREWS
+    assert len(node.sent(ProposeRequest)) == MAX_FAILED_CREWS
     assert node.now < 100 + 60
 
 
@@ -286,9 +253,9 @@ def test_peer_that_ends_crews_before_their_first_step_is_struck():
     node = Node(copy(1))
     for number in range(MAX_FAILED_CREWS):
         assert not node.notes("struck")
-        node.answer("a", wire.ProposeRequest(record("a", "b", nonce=bytes([number] * 8))))
+        node.answer("a", ProposeRequest(record("a", "b", nonce=bytes([number] * 8))))
         node.receive_heartbeats("a")
-        node.answer("a", wire.LeaveRequest(node.state.crew.id, "no reason"))
+        node.answer("a", LeaveRequest(node.state.crew.id, "no reason"))
         node.handle(node.trainer_offer)
     assert node.state.peers["a"].strikes == 1
 
@@ -303,9 +270,9 @@ def test_silence_ends_the_crew():
     node.wait(0.5)
     assert node.state.crew is None
     assert [type(message) for message in node.sent_to_trainer()] == [
-        wire.StageAssignment,
-        wire.CrewStart,
-        wire.CrewEnd,
+        StageAssignment,
+        CrewStart,
+        CrewEnd,
     ]
     assert node.state.peers["a"].strikes == 1
 
@@ -315,20 +282,20 @@ def test_silence_ends_the_crew():
     [
         lambda crew: StreamLost("a", crew),
         lambda crew: PeerDisconnected("a"),
-        lambda crew: RequestReceived("a", wire.LeaveRequest(crew, "its trainer is gone")),
+        lambda crew: RequestReceived("a", LeaveRequest(crew, "its trainer is gone")),
         lambda crew: TrainerDisconnected(),
         lambda crew: DrainStarted("its node stops"),
-        lambda crew: wire.StageStatus(crew, 1, "failed", reason="no memory"),
-        lambda crew: wire.StageFault(crew, 1, "its own device"),
-        lambda crew: wire.StageFault(crew, None, "a stream broke; only a head does not know whose"),
+        lambda crew: StageStatus(crew, 1, "failed", reason="no memory"),
+        lambda crew: StageFault(crew, 1, "its own device"),
+        lambda crew: StageFault(crew, None, "a stream broke; only a head does not know whose"),
     ],
 )
 def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
     node = running()
     node.handle(event(node.state.crew.id))
     assert node.state.crew is None
-    assert isinstance(node.sent_to_trainer()[-1], wire.CrewEnd)
-    assert node.sent(wire.LeaveRequest)
+    assert isinstance(node.sent_to_trainer()[-1], CrewEnd)
+    assert node.sent(LeaveRequest)
     assert not node.notes("struck")
     assert len(node.notes("broken")) == 1
 
@@ -337,7 +304,7 @@ def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
     "event",
     [
         lambda crew: GarbageReceived("a"),
-        lambda crew: wire.StageFault(crew, 0, "a frame that is not finite"),
+        lambda crew: StageFault(crew, 0, "a frame that is not finite"),
     ],
 )
 def test_garbage_of_a_member_is_a_strike(event):
@@ -350,12 +317,12 @@ def test_garbage_of_a_member_is_a_strike(event):
 
 def test_head_strikes_members_with_work_in_hand():
     node = running("b", "a", "c")
-    node.receive_heartbeats("a", status=wire.MemberStatus("active", 40, 1, 2))
-    node.receive_heartbeats("c", status=wire.MemberStatus("active", 40, 1, 0))
-    node.handle(wire.StageFault(node.state.crew.id, None, "no work for 120 s"))
+    node.receive_heartbeats("a", status=MemberStatus("active", 40, 1, 2))
+    node.receive_heartbeats("c", status=MemberStatus("active", 40, 1, 0))
+    node.handle(StageFault(node.state.crew.id, None, "no work for 120 s"))
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (1, 0)
     node = running("b", "a", "c")
-    node.handle(wire.StageFault(node.state.crew.id, None, "no work for 120 s"))
+    node.handle(StageFault(node.state.crew.id, None, "no work for 120 s"))
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (1, 1)
 
 
@@ -372,8 +339,8 @@ def test_member_with_work_and_without_progress_is_struck():
     for load, struck in ((0, 0), (1, 1)):
         for _ in range(int(SETTINGS.progress_seconds) + 2):
             if node.state.crew is not None:
-                node.receive_heartbeats("a", status=wire.MemberStatus("active", 40, 5, 0))
-                node.receive_heartbeats("c", status=wire.MemberStatus("active", 40, 5, load))
+                node.receive_heartbeats("a", status=MemberStatus("active", 40, 5, 0))
+                node.receive_heartbeats("c", status=MemberStatus("active", 40, 5, load))
                 node.now += 1.0
                 node.handle(ClockTick())
         assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, struck)
@@ -382,14 +349,14 @@ def test_member_with_work_and_without_progress_is_struck():
 
 def test_stage_that_does_not_get_ready_is_struck():
     node = Node(copy(1), layers=3)
-    node.answer("a", wire.ProposeRequest(record("a", "b", "c")))
-    node.receive_heartbeats("a", "c", status=wire.MemberStatus("loading", 40))
-    node.handle(wire.StageStatus(node.state.crew.id, 1, "active", 40))
+    node.answer("a", ProposeRequest(record("a", "b", "c")))
+    node.receive_heartbeats("a", "c", status=MemberStatus("loading", 40))
+    node.handle(StageStatus(node.state.crew.id, 1, "active", 40))
     for progress in range(2 * int(SETTINGS.step_seconds) + 2):
         if node.state.crew is None:
             break
-        node.receive_heartbeats("a", status=wire.MemberStatus("active", 40))
-        node.receive_heartbeats("c", status=wire.MemberStatus("loading", 40, progress))
+        node.receive_heartbeats("a", status=MemberStatus("active", 40))
+        node.receive_heartbeats("c", status=MemberStatus("loading", 40, progress))
         node.wait(0.5)
     assert node.state.crew is None, "progress does not extend the restoration without bound"
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, 1)
@@ -398,17 +365,17 @@ def test_stage_that_does_not_get_ready_is_struck():
 def test_refused_heartbeat_ends_the_crew_after_joining():
     node = running()
     crew = node.state.crew.id
-    beat = wire.Heartbeat(crew, ACTIVE)
+    beat = Heartbeat(crew, ACTIVE)
     node.now += 1
-    node.handle(RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=2.0))
+    node.handle(RequestFinished("a", beat, RefuseAnswer("crew", crew), seconds=2.0))
     assert node.state.crew is not None
-    node.handle(RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=0.5))
+    node.handle(RequestFinished("a", beat, RefuseAnswer("crew", crew), seconds=0.5))
     assert node.state.crew is None
 
 
 def test_older_status_of_a_member_changes_no_phase():
     node = running()
-    node.receive_heartbeats("a", status=wire.MemberStatus("loading", 40))
+    node.receive_heartbeats("a", status=MemberStatus("loading", 40))
     assert node.state.phase == Phase.RUNNING
 
 
@@ -418,7 +385,7 @@ def test_older_status_of_a_member_changes_no_phase():
 def strike(node, peer="a"):
     """`peer` sends garbage in a crew; afterwards the trainer offers again."""
     of = record("a", "b", nonce=random.Random(node.now).randbytes(8))
-    node.answer("a", wire.ProposeRequest(of))
+    node.answer("a", ProposeRequest(of))
     node.receive_heartbeats("a")
     node.handle(GarbageReceived(peer))
     node.handle(node.trainer_offer)
@@ -439,7 +406,7 @@ def test_struck_peer_is_excluded_while_another_crew_is_possible():
     node.receive_offer("c")
     node.receive_offer("a", copy(0))
     node.wait(SETTINGS.discard_wait_seconds)
-    assert {peer for peer, _ in node.sent(wire.ProposeRequest)} == {"c"}
+    assert {peer for peer, _ in node.sent(ProposeRequest)} == {"c"}
 
 
 def test_crew_with_a_struck_member_is_refused_while_another_is_possible():
@@ -448,9 +415,9 @@ def test_crew_with_a_struck_member_is_refused_while_another_is_possible():
     node.receive_offer("a", copy(0))
     node.receive_offer("c")
     of = record("a", "b", nonce=b"o" * 8)
-    assert node.answer("a", wire.ProposeRequest(of)).reason == "struck"
+    assert node.answer("a", ProposeRequest(of)).reason == "struck"
     node.receive_offer("c", memory=0.0)
-    assert isinstance(node.answer("a", wire.ProposeRequest(of)), wire.AcceptAnswer)
+    assert isinstance(node.answer("a", ProposeRequest(of)), AcceptAnswer)
 
 
 def test_struck_peer_is_admitted_at_once_without_another_crew():
@@ -459,19 +426,19 @@ def test_struck_peer_is_admitted_at_once_without_another_crew():
     node.done.clear()
     node.receive_offer("a", copy(0))
     node.wait(3.0)
-    assert [peer for peer, _ in node.sent(wire.ProposeRequest)] == ["a"]
+    assert [peer for peer, _ in node.sent(ProposeRequest)] == ["a"]
 
 
 def test_ten_steps_together_clear_strikes():
     node = Node(copy(1))
     strike(node)
-    node.answer("a", wire.ProposeRequest(record("a", "b")))
+    node.answer("a", ProposeRequest(record("a", "b")))
     node.receive_heartbeats("a")
     crew = node.state.crew.id
     for step in range(41, 40 + CLEARING_STEPS):
-        node.handle(wire.StageStatus(crew, 1, "active", step))
+        node.handle(StageStatus(crew, 1, "active", step))
     assert node.state.peers["a"].strikes == 1
-    node.handle(wire.StageStatus(crew, 1, "active", 40 + CLEARING_STEPS))
+    node.handle(StageStatus(crew, 1, "active", 40 + CLEARING_STEPS))
     assert node.state.peers["a"].strikes == 0
 
 
@@ -482,23 +449,19 @@ def test_strangers_change_nothing_about_a_running_crew():
     node = running()
     crew, before = node.state.crew, node.state
     for message in (
-        wire.LeaveRequest(crew.id, "it is over"),
-        wire.Heartbeat(crew.id, wire.MemberStatus("failed")),
-        wire.ProposeRequest(record("c", "b", step=10**15)),
-        wire.ProposeRequest(record("b", "c")),
-        wire.ProposeRequest(crew.record),
+        LeaveRequest(crew.id, "it is over"),
+        Heartbeat(crew.id, MemberStatus("failed")),
+        ProposeRequest(record("c", "b", step=10**15)),
+        ProposeRequest(record("b", "c")),
+        ProposeRequest(crew.record),
     ):
         node.answer("c", message)
         assert node.state == before, message
     node.handle(GarbageReceived("c"))
     node.handle(StreamLost("c", crew.id))
     node.handle(PeerDisconnected("c"))
-    node.handle(
-        RequestFinished("c", wire.Heartbeat(crew.id, ACTIVE), wire.RefuseAnswer("crew", crew.id))
-    )
-    node.handle(
-        RequestFinished("c", wire.Heartbeat(crew.id, ACTIVE), wire.AliveAnswer(crew.id, ACTIVE))
-    )
+    node.handle(RequestFinished("c", Heartbeat(crew.id, ACTIVE), RefuseAnswer("crew", crew.id)))
+    node.handle(RequestFinished("c", Heartbeat(crew.id, ACTIVE), AliveAnswer(crew.id, ACTIVE)))
     node.receive_offer("c", *(copy(stage, 10**15) for stage in range(2)), memory=1e30)
     assert node.state.crew == crew
     assert node.state.phase == Phase.RUNNING
@@ -506,14 +469,14 @@ def test_strangers_change_nothing_about_a_running_crew():
 
 def test_offer_is_sent_to_connected_peers_and_withdrawn_in_a_crew():
     node = Node(copy(1))
-    assert {peer for peer, offer in node.sent(wire.Offer) if offer.memory} == {"a", "c", "d"}
+    assert {peer for peer, offer in node.sent(Offer) if offer.memory} == {"a", "c", "d"}
     node.done.clear()
-    node.answer("a", wire.ProposeRequest(record("a", "b")))
+    node.answer("a", ProposeRequest(record("a", "b")))
     node.receive_heartbeats("a")
-    assert [offer.memory for _, offer in node.sent(wire.Offer)] == [0.0] * 3
+    assert [offer.memory for _, offer in node.sent(Offer)] == [0.0] * 3
     node.done.clear()
     node.wait(3 * SETTINGS.offer_seconds, alive=["a"])
-    assert not node.sent(wire.Offer), "once"
+    assert not node.sent(Offer), "once"
 
 
 def test_peers_beyond_the_bound_are_forgotten():
@@ -526,14 +489,14 @@ def test_peers_beyond_the_bound_are_forgotten():
 
 def test_trainer_of_an_ended_crew_is_released():
     node = Node()
-    node.handle(wire.StageStatus(b"c" * 32, 0, "active", 3))
-    assert node.sent_to_trainer() == [wire.CrewEnd("that crew is over")]
+    node.handle(StageStatus(b"c" * 32, 0, "active", 3))
+    assert node.sent_to_trainer() == [CrewEnd("that crew is over")]
 
 
 def test_time_in_a_crew_without_steps_does_not_count_as_waiting():
     node = Node(copy(1))
     node.wait(5.0)
-    node.answer("a", wire.ProposeRequest(record("a", "b")))
+    node.answer("a", ProposeRequest(record("a", "b")))
     node.receive_heartbeats("a")
     node.wait(200.0, alive=["a"])
     node.handle(StreamLost("a", node.state.crew.id))
@@ -546,7 +509,7 @@ def test_statistics_of_a_crew():
     node.receive_offer("c")
     assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)
     node = running()
-    node.handle(wire.StageStatus(node.state.crew.id, 1, "active", 43))
+    node.handle(StageStatus(node.state.crew.id, 1, "active", 43))
     shown = statistics(node.state, node.now, SETTINGS)
     assert (shown.state, shown.stage, shown.stopped_seconds) == ("running", 1, 0.0)
     assert shown.id == node.state.crew.id.hex()

@@ -1,6 +1,7 @@
 """Silence of members, measured by the clock of a process that may itself be slow."""
 
-from swarmnode.stages.crew import OTHER_BYTES_SECONDS, ClockTick, Phase
+from swarmnode.stages.network.crew import OTHER_BYTES_SECONDS
+from swarmnode.stages.network.crew_state import ClockTick, Phase
 from tests.unit.crew.test_control import SETTINGS, running
 
 

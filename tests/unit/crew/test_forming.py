@@ -2,8 +2,10 @@
 
 import time
 
-from swarmnode.stages.crew import MembershipSettings, newest_own_block, plan_crew
-from swarmnode.stages.wire import HeldBlock, ModelCost, Offer, PartCost, member_peers
+from swarmnode.stages.crew_messages import HeldBlock, Offer, member_peers
+from swarmnode.stages.network.crew_plan import newest_own_block, plan_crew
+from swarmnode.stages.network.crew_state import MembershipSettings
+from swarmnode.stages.specs import ModelCost, PartCost
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0))

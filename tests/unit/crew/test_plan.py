@@ -5,8 +5,10 @@ from itertools import combinations, pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.stages.crew import MembershipSettings, assign_layers, plan_crew
-from swarmnode.stages.wire import ModelCost, Offer, PartCost, member_peers, stage_memory
+from swarmnode.stages.crew_messages import Offer, member_peers
+from swarmnode.stages.network.crew_plan import assign_layers, plan_crew
+from swarmnode.stages.network.crew_state import MembershipSettings
+from swarmnode.stages.specs import ModelCost, PartCost, stage_memory
 
 MODEL = b"m" * 32
 

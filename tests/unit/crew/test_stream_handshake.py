@@ -4,13 +4,10 @@ import msgspec
 import pytest
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.stages.wire import (
-    OPEN_BYTES,
+from swarmnode.stages.crew_messages import OPEN_BYTES, SocketOpen, StreamOpen, StreamReady
+from swarmnode.stages.network.stream_proxy import (
     STREAM_REFUSALS,
-    SocketOpen,
-    StreamOpen,
     StreamPeers,
-    StreamReady,
     read_first,
     read_open,
     stream_refusal,

@@ -4,15 +4,11 @@ import json
 import os
 import socket
 import stat
-import threading
 from contextlib import asynccontextmanager, suppress
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import trio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarmnode import cli, pauses
 from swarmnode.daemon import control
@@ -174,22 +170,6 @@ async def test_pause_that_cannot_be_saved_is_refused(tmp_path, capsys, monkeypat
     assert last_line(capsys) == "the node was not paused"
 
 
-async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control, "REQUEST_TIMEOUT_SECONDS", 0.05)
-    kept = pauses.write_atomically
-    async with controlled(tmp_path):
-        monkeypatch.setattr(
-            pauses,
-            "write_atomically",
-            lambda *how: (threading.Event().wait(6 * control.REQUEST_TIMEOUT_SECONDS), kept(*how)),
-        )
-        assert await run_command("pause", "-d", tmp_path) == 0
-    assert (
-        last_line(capsys)
-        == "the node pauses after the current step; `swarmnode resume` continues training"
-    )
-
-
 def full(*_):
     raise OSError(28, "No space left on device")
 
@@ -244,45 +224,9 @@ def test_short_load_does_not_pause():
     assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
-@given(st.lists(st.floats(0, 1), max_size=50))
-def test_mean_load_stays_between_0_and_1(shares):
-    assert all(0 <= state.mean <= 1 for state in loads(shares))
-
-
-def test_own_cpu_time_is_not_load_of_others(monkeypatch):
-    times = [SimpleNamespace(user=seconds, system=1.0, idle=seconds) for seconds in (100.0, 108.0)]
-    monkeypatch.setattr(psutil, "cpu_times", lambda: times[0])
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
-    own = [{1: 10.0}, {1: 13.0, 2: 1.0}]  # three more seconds, and one of a child that is new
-    monkeypatch.setattr("swarmnode.daemon.machine._own_seconds", lambda: own[0])
-    machine = Machine()
-    assert machine.load_of_others(0.0) == 0.0
-    times.pop(0), own.pop(0)
-    assert machine.load_of_others(10.0) == pytest.approx((8 - 4) / 40)
-
-
-@pytest.mark.parametrize("error", [AttributeError, OSError, NotImplementedError])
-def test_unknown_battery_state_counts_as_mains(monkeypatch, error):
-    def sensors_battery():
-        raise error
-
-    monkeypatch.setattr(psutil, "sensors_battery", sensors_battery, raising=False)
-    assert Machine().on_battery() is False
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"owner": "yes"}', '{"owner": NaN}', '{"other": 1.0}', "x" * 9000]
 )
 def test_invalid_pause_file_pauses_nothing(tmp_path, text):
     (tmp_path / pauses.FILE).write_text(text)
     assert pauses.read(tmp_path) == {}
-
-
-def test_the_file_is_read_once_a_second(tmp_path):
-    now = [0.0]
-    flags = pauses.PauseFlags(tmp_path, lambda: now[0])
-    assert flags() == ()
-    pauses.write(tmp_path, {"busy": 1.0, "owner": 2.0})
-    assert flags() == ()
-    now[0] = 1.0
-    assert flags() == ("owner", "busy")

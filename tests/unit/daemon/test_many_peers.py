@@ -23,14 +23,14 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.budget import Meter
 from swarmnode.p2p.network import open_host
 from swarmnode.p2p.peers import MAX_PEERS
-from swarmnode.p2p.summaries import MAX_ROWS, Summaries
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.p2p.summaries import MAX_ROWS
 from swarmnode.rollouts.groups import Draw, GroupRules
-from swarmnode.rollouts.shelf import MOST_GROUPS
+from swarmnode.rollouts.network.exchange import RolloutExchange
+from swarmnode.rollouts.network.shelf import MOST_GROUPS
 from swarmnode.wire import codec, envelope, ids
-from swarmnode.wire.envelope import Credentials, seal_summary
+from swarmnode.wire.envelope import Credentials, seal_session, seal_summary
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
-from swarmnode.wire.messages import Summary, SummaryRequest
+from swarmnode.wire.messages import NeighboursRequest, Session, Summary
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.waiting import until
 
@@ -73,6 +73,7 @@ class Node:
 
     def __init__(self, network, key, directory):
         self.network, self.recorded = network, RecordedRequests(network.requests)
+        self.recorded.handlers[ids.NEIGHBOURS_PROTOCOL] = network.neighbours._answer
         network.requests = self.recorded
         self.exchange = RolloutExchange(
             network,
@@ -82,11 +83,9 @@ class Node:
             SharingConfig(),
         )
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
-        summaries = Summaries(self.recorded, network.peer_id, key, SWARM, network.connected)
         meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
         parts = ObservedParts(
             network,
-            summaries,
             meter,
             SupervisorWatch(directory / "supervisor.json"),
             TrainerWatch(),
@@ -108,10 +107,16 @@ class Node:
         frame = author.frame(author.group(0, time.time()))
         candidate = self.exchange.admission.check(frame, time.time())  # as if it had been fetched
         self.exchange._enqueue(msgspec.structs.replace(candidate, source=peer))
-        summary = Summary("n" * 32, "1.0", int(time.time() * 1000), 1, 1, 1, 0.5, 1, 1)
-        await self.ask(
-            peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM))
+        at = int(time.time() * 1000)
+        summary = Summary("n" * 32, "1.0", at, 1, 1, 1, 0.5, 1, 1, 1)
+        request = NeighboursRequest(
+            SWARM,
+            [],
+            seal_session(Session(bytes(16), at, at), author.key, SWARM),
+            seal_summary(summary, author.key, SWARM),
+            1,
         )
+        await self.ask(peer, ids.NEIGHBOURS_PROTOCOL, request)
         await self.ask(peer, ids.LISTING_PROTOCOL, ListingRequest(SWARM, b"", 0, 0))
         await self.ask(
             peer,

@@ -96,29 +96,10 @@ def test_sends_nothing_without_systemd(tmp_path, notifier, manager):
     notifier.beat({"trainer": "training"}, healthy=True)
 
 
-def test_unsent_status_is_sent_again(notifier, manager):
-    while notifier._send("WATCHDOG=1"):
-        pass  # without a reader the socket holds only a few messages
-    notifier.beat({"network": "serving"}, healthy=True)
-    manager.received()
-    notifier.beat({"network": "serving"}, healthy=True)
-    assert manager.received() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
-
-
 def test_children_do_not_inherit_notify_socket():
     environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "7", "PATH": "/bin"}
     Notifier(environment)._socket.close()
     assert environment == {"PATH": "/bin"}
-
-
-def test_sends_to_an_abstract_socket():
-    name = f"\0swarmnode-test-{os.getpid()}"
-    manager = Manager(name)
-    notifier = Notifier({"NOTIFY_SOCKET": "@" + name[1:]})
-    notifier.beat({"network": "serving"}, healthy=True)
-    assert "READY=1" in manager.received()
-    manager.socket.close()
-    notifier._socket.close()
 
 
 async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monkeypatch):

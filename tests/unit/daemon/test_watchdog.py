@@ -5,6 +5,7 @@ import random
 import pytest
 
 from swarmnode.daemon.watchdog import DEFECT, EndNode, Restart, Watchdog
+from swarmnode.process import RESTART_CODE
 
 
 @pytest.fixture
@@ -81,8 +82,21 @@ def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
         assert verdict.exit_code == code
 
 
-def test_finished_process_ends_the_node_with_zero(watchdog):
-    assert watchdog.exited(2.0, 0) == EndNode(0, "trainer finished")
+def test_wish_to_be_restarted_is_no_crash(watchdog):
+    for at in range(0, 40, 2):
+        watchdog.started(at)
+        watchdog.progressed(at + 1.0, 1.0, "training")
+        assert watchdog.exited(at + 1.5, RESTART_CODE) == Restart(0.0)
+    assert watchdog.restarts == 20
+
+
+def test_wish_of_a_process_that_never_worked_counts_as_a_crash(watchdog):
+    verdicts = []
+    for at in (0.0, 10.0, 20.0):
+        watchdog.started(at)
+        verdicts.append(watchdog.exited(at + 1.0, RESTART_CODE))
+    assert verdicts[1].after_seconds > 0
+    assert isinstance(verdicts[2], EndNode)
 
 
 def test_restarted_process_works_once_it_has_loaded(watchdog):

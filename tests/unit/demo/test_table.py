@@ -1,7 +1,5 @@
 """The demo's tables fit into 80 columns: each row is one line, and no cell is cut."""
 
-import http.client
-import io
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,38 +7,55 @@ import pytest
 from rich.console import Console
 
 from swarmnode.demo.crew import crew_table
-from swarmnode.demo.nodes import DemoNode, View
-from swarmnode.demo.table import print_verdict, table
-from swarmnode.demo.verdict import Finding
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.demo.table import answers, table
+from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
+from swarmnode.observe.logfile import log_file
+from swarmnode.observe.samples import Answer, Sample
+from swarmnode.observe.snapshot import NodeInfo, NodeSnapshot
+from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
+from swarmnode.rollouts.network.admission import AdmissionStatistics
+from swarmnode.rollouts.network.exchange import ExchangeStatistics
+from swarmnode.stages.crew_messages import StageStatus
+from swarmnode.stages.network.crew_service import StagesStatistics
+from swarmnode.stages.network.crew_state import CrewStatistics
+from tests.support.snapshots import example
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
-def node(directory: Path, name: str) -> DemoNode:
+def status(report):
+    own = StageStatus(
+        b"", 3, "loading", 1234, source="neighbour", source_seconds=12.34, tokens_per_second=12345.0
+    )
+    return NodeSnapshot(
+        node=NodeInfo(PEER),
+        trainer=TrainerStatistics(report=report),
+        rollouts=ExchangeStatistics(
+            published=12345,
+            admission=AdmissionStatistics(admitted=12345, rejected={"rate": 123456}),
+        ),
+        stages=StagesStatistics(crew=CrewStatistics(stage=3), own=own),
+    )
+
+
+def node(directory: Path, name: str, phase: str = "trying the policy") -> DemoNode:
     made = DemoNode(name, directory / name, {})
-    made.view = View(
-        peer=PEER,
-        phase="evaluating",
-        step=1234,
-        peers=12,
-        reward_own=0.41234,
-        reward_external=0.40123,
-        held_out_start=0.01234,
-        held_out=0.45678,
-        published=12345,
-        admitted=12345,
-        used=12345,
-        rejected={"rate": 123456},
-        distance=0.12345,
-        exchanges=123,
-        stage=3,
-        stage_phase="loading",
-        stage_step=1234,
-        source="neighbour",
-        source_seconds=12.34,
-        checkpoint_age=123,
-        tokens_per_second=12345.0,
-        restarts=12,
+    made.phase = phase
+    made.status = status(
+        Report(
+            "training",
+            step=1234,
+            reward_own=0.41234,
+            reward_external=0.40123,
+            reward_held_out_start=0.01234,
+            reward_held_out=0.45678,
+            reward_held_out_step=1230,
+            external_groups_total=12345,
+            weights=WeightsReport(exchanges_total=123),
+        )
     )
     return made
 
@@ -53,24 +68,58 @@ def lines(shown: object, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_a_row_of_the_demo_fits_one_line(tmp_path, width):
-    nodes = [node(tmp_path, name) for name in ("node0", "node1", "liar0")]
-    shown = lines(table(nodes, 59.6, width), width)
+@pytest.mark.parametrize("steps", [None, 12])
+def test_a_row_of_the_demo_fits_one_line(tmp_path, width, steps):
+    nodes = [node(tmp_path, name, "evaluating") for name in ("node0", "node1", "liar0")]
+    for one in nodes:
+        one.pace.observe(0.0, one.phase, 1234, 1230)
+        one.pace.observe(23.4, one.phase, 1234, 1230)
+    shown = lines(table(nodes, "59 s, about 130 s left", steps, width), width)
     assert len(shown) == 1 + 2 + len(nodes)
+    assert "59 s, about 130 s left" in shown[0]
     (row,) = [line for line in shown if "node1" in line]
-    for expected in (
-        f"…{PEER[-6:]}",
-        "evaluating",
-        "1234",
-        "0.41",
-        "0.40",
-        "0.01→0.46",
-        "12345",
-        "123456",
-        "12.3%",
-    ):
-        assert expected in row
+    expected = ("evaluating 23 s", "0.41", "0.40", "0.01→0.46", "12345", "123", "123456")
+    for cell in (*expected, "1234" if steps is None else "12 of 12"):
+        assert cell in row
+    assert (f"…{PEER[-6:]}" in row) == (width == 130)
     assert not any(line.rstrip().endswith("…") for line in shown)
+
+
+def sample(step: int, answer: str, reward: float, held_out: bool = True) -> bytes:
+    import msgspec
+
+    found = Sample(
+        1.0,
+        step,
+        step,
+        "chat/json_fields",
+        "Anna is 34.\nWrite JSON.",
+        [Answer(answer, 5, "eos", reward), Answer("another", 5, "eos", 0.0)],
+        held_out=held_out,
+    )
+    return msgspec.json.encode(found) + b"\n"
+
+
+def test_shows_the_first_held_out_answer_before_and_after(tmp_path):
+    nodes = [node(tmp_path, "node0"), node(tmp_path, "node1")]
+    assert answers(nodes) == ""
+    files = [log_file(each.directory, "samples") for each in nodes]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(
+            sample(0, "Anna is\x1b[31m old", 0.0) + sample(1, "not held out", 0.5, held_out=False)
+        )
+    first = "question  Anna is 34. Write JSON.\nbefore    Anna is⟨U+001B⟩[31m old  (reward 0.00)"
+    assert answers(nodes) == first
+    for file, answer in zip(files, ['{"age": 34}', "{}"], strict=True):
+        file.write_bytes(file.read_bytes() + sample(12, answer, 1.0))
+    assert answers(nodes) == "\n".join(
+        [
+            first,
+            'node0 now  {"age": 34}  (reward 1.00)',
+            "node1 now  {}  (reward 1.00)",
+        ]
+    ).replace("question  ", "question   ").replace("before    ", "before     ")
 
 
 def test_a_row_of_a_crew_fits_one_line(tmp_path):
@@ -81,37 +130,6 @@ def test_a_row_of_a_crew_fits_one_line(tmp_path):
     for expected in (f"…{PEER[-6:]}", "loading", "neighbour", "12.3", "12345"):
         assert expected in row
     assert len(shown) == 1 + 2 + 4 + 1
-
-
-FINDINGS = [
-    Finding(
-        f"node{i}: averaged 20 times; replicas were up to 0.55% apart, then 0.44%; refused: none",
-        bool(i),
-    )
-    for i in range(2)
-]
-
-
-def test_a_terminal_wraps_findings_under_their_own_text():
-    console = Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
-    print_verdict(console, FINDINGS)
-    shown = console.file.getvalue().rstrip("\n").splitlines()
-    assert len(shown) == 2 + 2 + 1
-    assert all(len(row) <= 80 for row in shown)
-    assert shown[0].startswith("  FAIL  node0: ")
-    assert shown[2].startswith("  ok    node1: ")
-    assert shown[1][:8].isspace()
-    assert not shown[1][8].isspace()
-
-
-def test_a_file_gets_one_finding_per_line():
-    file = io.StringIO()
-    print_verdict(Console(file=file), FINDINGS)
-    assert file.getvalue().splitlines() == [
-        f"  FAIL  {FINDINGS[0].text}",
-        f"  ok    {FINDINGS[1].text}",
-        "the demo failed, see the lines marked FAIL",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +146,22 @@ def test_node_is_down_only_after_its_process_ended(tmp_path, exit_code, answered
     one._process = SimpleNamespace(poll=lambda: exit_code)
     one.has_responded = answered
     one.poll()
-    assert (one.view.phase, one.view.step) == (phase, 1234)
-    assert any(phase in row for row in lines(table([one], 1.0, 80), 80))
+    assert (one.phase, one.report.step) == (phase, 1234)
+    assert any(phase in row for row in lines(table([one], "1 s", None, 80), 80))
 
 
-def test_a_truncated_status_answer_does_not_end_the_demo(tmp_path, monkeypatch):
-    def cut(*_, **__):
-        raise http.client.IncompleteRead(b"{")
-
-    monkeypatch.setattr("urllib.request.urlopen", cut)
-    one = node(tmp_path, "node0")
-    one.poll()
-    assert one.view.phase == "starting"
+def test_a_poll_reads_what_a_node_serves(tmp_path, monkeypatch):
+    served = lambda snapshot: status_json(snapshot, History())
+    loading = SupervisorStatistics(loading={"trainer": "loading, trying the policy"})
+    one = DemoNode("node0", tmp_path / "node0", {})
+    for snapshot, phase in (
+        (NodeSnapshot(supervisor=loading), "trying the policy"),
+        (example(), example().trainer.report.phase),
+    ):
+        body = served(snapshot)
+        monkeypatch.setattr(
+            "swarmnode.observe.client.fetch_status", lambda *_, body=body, **__: body
+        )
+        one.poll()
+        assert (one.status, one.phase) == (snapshot, phase)
+    assert one.rise.before == example().trainer.report.reward_held_out_start

@@ -1,64 +1,100 @@
 """The demo's verdict: each condition can fail."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
-from swarmnode.demo.nodes import View, parse_snapshot, to_toml
+from swarmnode.demo.nodes import Rise, to_toml
 from swarmnode.demo.verdict import Kill, judge
+from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
+from swarmnode.rollouts.network.admission import AdmissionStatistics
+from swarmnode.rollouts.network.exchange import ExchangeStatistics
+from swarmnode.weights.network.service import WeightsStatistics
 
-GOOD = View(
-    peer="a",
+REPORT = Report(
+    "training",
     step=90,
-    held_out_start=0.01,
-    held_out=0.4,
-    used=50,
-    rejected={"seed": 3},
+    reward_held_out_start=0.01,
+    reward_held_out_start_error=0.004,
+    reward_held_out=0.4,
+    reward_held_out_error=0.03,
+    reward_held_out_step=90,
     peers_used={"b": 50},
+    weights=WeightsReport(exchanges_total=3),
 )
 LIAR = "liar"
 
 
-def failed(view, **keys):
-    return [
-        finding.text
-        for finding in judge([("node0", view)], **{"sharing": True, **keys})
-        if not finding.ok
-    ]
+def failed(rejected=("seed",), restarts=0, judged=None, *, keys=None, **report):
+    status = NodeSnapshot(
+        trainer=TrainerStatistics(report=replace(REPORT, **report)),
+        rollouts=ExchangeStatistics(
+            admission=AdmissionStatistics(rejected=dict.fromkeys(rejected, 3))
+        ),
+        supervisor=SupervisorStatistics(restarts={"trainer": restarts}),
+        weights=WeightsStatistics(judged=judged or {}),
+    )
+    settings = {"shares": True, "questions": 128, **(keys or {})}
+    return [each.text for each in judge([("node0", status)], **settings) if not each.ok]
 
 
 def test_a_good_run_has_no_failure():
-    assert failed(GOOD) == []
-    assert failed(GOOD, liars=[LIAR]) == []
+    assert failed() == []
+    assert failed(keys={"liars": [LIAR]}) == []
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"held_out": 0.03}, "held-out reward 0.010 → 0.030"),
-        ({"held_out": None}, "held-out reward 0.010 → ?"),
+        (
+            {"reward_held_out": 0.06},
+            "held-out reward 0.010 ± 0.004 → 0.060 ± 0.030 on the same 128 questions, after 90",
+        ),
+        (
+            {"reward_held_out": None, "reward_held_out_error": None},
+            "held-out reward 0.010 ± 0.004 → –",
+        ),
+        ({"reward_held_out_start": None, "reward_held_out": None}, "held-out reward – → –"),
         ({"peers_used": {}}, "trained on 0 groups of 0 peers"),
+        (
+            {"weights": None, "judged": {"probe": 2, "clipped": 9}},
+            "0 times; refused: probe 2",
+        ),
         ({"restarts": 1}, "1 restarts"),
     ],
 )
 def test_each_condition_can_fail(change, problem):
-    (text,) = failed(replace(GOOD, **change))
+    (text,) = failed(**change)
     assert problem in text
 
 
 def test_solo_needs_no_peers():
-    assert failed(replace(GOOD, peers_used={}), sharing=False) == []
+    assert failed(peers_used={}, weights=None, keys={"shares": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("rise", "significant"),
+    [
+        (Rise(0.14, 0.03, 0.24, 0.04, 12), False),
+        (Rise(0.14, 0.03, 0.25, 0.04, 12), True),
+        (Rise(0.4, 0.03, 0.1, 0.03, 12), False),
+        (Rise(0.1, None, 0.2, None, 12), True),
+    ],
+)
+def test_a_rise_is_more_than_two_standard_errors(rise, significant):
+    assert rise.is_significant is significant
 
 
 def test_groups_of_a_liar_are_a_failure():
-    texts = failed(replace(GOOD, peers_used={LIAR: 9}), liars=[LIAR])
+    texts = failed(peers_used={LIAR: 9}, keys={"liars": [LIAR]})
     assert any("trained on 0 groups of 0 peers" in text for text in texts)
     assert any("trained on 9 groups of the Byzantine node" in text for text in texts)
 
 
 def test_a_liar_without_rejections_is_a_failure():
     assert any(
-        "rejected groups: none" in text for text in failed(replace(GOOD, rejected={}), liars=[LIAR])
+        "rejected groups: none" in text for text in failed(rejected=(), keys={"liars": [LIAR]})
     )
 
 
@@ -72,14 +108,12 @@ def test_a_liar_without_rejections_is_a_failure():
     ],
 )
 def test_a_killed_node_must_return_with_its_state(kill):
-    assert any(
-        "killed at step 40" in text for text in failed(replace(GOOD, restarts=1), kills=[kill])
-    )
-    assert failed(replace(GOOD, restarts=1), kills=[Kill("node0", "a", 40, 36, 36, "a")]) == []
+    assert any("killed at step 40" in text for text in failed(restarts=1, keys={"kills": [kill]}))
+    assert failed(restarts=1, keys={"kills": [Kill("node0", "a", 40, 36, 36, "a")]}) == []
 
 
 def test_a_node_that_ended_is_a_failure():
-    assert failed(GOOD, crashed=["node0 ended with exit code 1"]) == [
+    assert failed(keys={"crashed": ["node0 ended with exit code 1"]}) == [
         "node0 ended with exit code 1"
     ]
 
@@ -90,17 +124,3 @@ def test_settings_survive_toml():
     network = {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False}
     settings = {"network": network, "node": {"name": 'a "b" \\ c'}, "training": {"x": 1e-4}}
     assert tomllib.loads(to_toml(settings)) == settings
-
-
-def test_parses_a_real_status():
-    import json
-
-    import msgspec
-
-    from tests.support.snapshots import example
-
-    view = parse_snapshot(json.loads(msgspec.json.encode(example())))
-    assert view.peer == example().node.peer
-    assert view.step == example().trainer.report.step
-    assert view.saved_step == example().trainer.report.state_saved_step > 0
-    assert view.rejected == example().rollouts.admission.rejected

@@ -5,19 +5,24 @@ from dataclasses import replace
 import pytest
 
 from swarmnode.demo.crew import StageKill, judge_crew
-from swarmnode.demo.nodes import View
+from swarmnode.demo.nodes import Rise
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.stages.crew_messages import StageStatus
+from swarmnode.stages.network.crew_service import StagesStatistics
 
 KILL = StageKill(
     stage=2, name="node2", step_before=40, at=50.0, step_after=41, seconds=6.5, source="checkpoint"
 )
-GOOD = {"formed_at": 20.0, "kills": [KILL], "held_out": (0.02, 0.4), "crashed": []}
-VIEWS = [(f"node{i}", View(stage=i, stage_step=90)) for i in range(4)]
+GOOD = {"formed_at": 20.0, "kills": [KILL], "rise": Rise(0.02, 0.01, 0.4, 0.03), "crashed": []}
+NODES = [
+    NodeSnapshot(stages=StagesStatistics(own=StageStatus(b"", i, "active", 90))) for i in range(4)
+]
 
 
 def failed(**changes):
     return [
         finding.text
-        for finding in judge_crew(**{"views": VIEWS, **GOOD, **changes})
+        for finding in judge_crew(**{"nodes": NODES, **GOOD, **changes})
         if not finding.ok
     ]
 
@@ -30,9 +35,12 @@ def test_a_good_run_has_no_failure():
     ("changes", "problem"),
     [
         ({"formed_at": None}, "the crew formed after –"),
-        ({"views": [("node0", View())]}, "took 0 steps"),
-        ({"held_out": (0.02, 0.05)}, "held-out reward 0.020 → 0.050"),
-        ({"held_out": (0.02, None)}, "held-out reward 0.020 → –"),
+        ({"nodes": [NodeSnapshot()]}, "took 0 steps"),
+        (
+            {"rise": Rise(0.02, 0.01, 0.08, 0.03)},
+            "held-out reward 0.020 ± 0.010 → 0.080 ± 0.030",
+        ),
+        ({"rise": Rise(0.02, 0.01)}, "held-out reward 0.020 ± 0.010 → –"),
         ({"kills": []}, "killed 0 stages"),
         (
             {"kills": [replace(KILL, step_after=None, seconds=None)]},
@@ -46,8 +54,3 @@ def test_a_good_run_has_no_failure():
 def test_each_condition_can_fail(changes, problem):
     (text,) = failed(**changes)
     assert problem in text
-
-
-def test_latency_skips_the_held_out_reward():
-    assert failed(held_out=None) == []
-    assert len(failed(held_out=None, kills=[])) == 1

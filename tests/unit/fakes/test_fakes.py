@@ -5,13 +5,9 @@ import sys
 
 import pytest
 
-from swarmnode.config import PolicyConfig
-from swarmnode.policy.load import load_policy
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.frames import ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
-from tests.support.fakes.policy import tiny_policy, write_tiny_policy
 from tests.support.fakes.scorer import InProcessScorer
 
 WORDS = """
@@ -44,24 +40,3 @@ async def test_scores_equal_those_of_the_child(words):
     results = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
     with Scorer() as scorer:
         assert results == scorer.score_many([(ref, ANSWERS) for ref in refs])
-
-
-async def test_failed_item_is_an_error_in_its_place():
-    scorer = InProcessScorer(poison="bad")
-    good = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
-    unknown = TaskRef("builtin/none", "0", 0, 0)
-    results = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
-    assert [type(one) for one in results[1:]] == [TaskUnknown, ScorerFailed]
-    assert results[0].prompt
-    assert scorer.calls == 1
-
-
-def test_equal_arguments_make_equal_policies(tmp_path):
-    one, other = (
-        load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), devices="cpu"))
-        for name in "ab"
-    )
-    third = tiny_policy(tmp_path / "c", seed=1)
-    assert one.fingerprint == other.fingerprint != third.fingerprint
-    assert one.tokenizer_hash == third.tokenizer_hash
-    assert one.statistics().parameters < 200_000

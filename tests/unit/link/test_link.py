@@ -11,16 +11,14 @@ from swarmnode.link.client import MAX_QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
-from swarmnode.stages.wire import (
-    Capacity,
+from swarmnode.stages.crew_messages import (
     CrewEnd,
     CrewStart,
-    ModelCost,
-    PartCost,
     StageAssignment,
     StageStatus,
     TrainerOffer,
 )
+from swarmnode.stages.specs import ModelCost, PartCost
 from tests.support.groups import external_group
 from tests.support.waiting import until
 
@@ -93,7 +91,8 @@ async def test_crew_messages_go_both_ways(data_dir):
     recorder, received = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
-        Capacity(2e9, 1e12),
+        2e9,
+        1e12,
         ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
     )
     status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)

@@ -23,7 +23,6 @@ import pytest
 
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.live import View, keys_in
 from tests.support.snapshots import example
 
 
@@ -166,38 +165,6 @@ def test_prints_states_without_a_terminal(node: Node) -> None:
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as top:
         assert "kitchen-3090" in top.stdout.readline().decode()
         top.terminate()
-
-
-@pytest.mark.parametrize(
-    ("keys", "first"),
-    [
-        ([], 0),
-        (["down", "down", "up"], 1),
-        (["up"], 0),
-        (["end"], 40),
-        (["page down", "page down"], 38),
-        (["end", "down"], 40),
-        (["end", "page up"], 21),
-        (["end", "home"], 0),
-        (["unknown"], 0),
-    ],
-)
-def test_view_stays_within_the_lines(keys: list[str], first: int) -> None:
-    view = View(height=20, lines=60)
-    for key in keys:
-        view = view.scrolled(key)
-    assert view.first == first
-
-
-def test_resized_view_shows_no_empty_lines() -> None:
-    view = View(height=20, lines=60).scrolled("end")
-    assert view.resized(20, 45).first == 25
-    assert view.resized(100, 60).first == 0
-
-
-def test_keys_are_split_from_joined_bytes() -> None:
-    assert keys_in(b"\x1b[B\x1b[6~jq") == ["down", "page down", "down", "quit"]
-    assert keys_in(b"\x1b\x00\xffx") == []
 
 
 def test_reports_a_node_of_another_directory(node: Node, tmp_path, capsys) -> None:

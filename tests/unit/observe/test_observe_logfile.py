@@ -9,7 +9,7 @@ import structlog
 
 from swarmnode.config import LogConfig
 from swarmnode.observe import logfile
-from swarmnode.observe.logfile import LogTail, last_error, log_file, parse
+from swarmnode.observe.logfile import LogTail, last_line, log_file, parse
 from swarmnode.observe.logs import configure
 
 
@@ -32,6 +32,20 @@ def fail() -> None:
         raise ValueError("no such tokenizer")
     except ValueError:
         structlog.get_logger("swarmnode.trainer").exception("loading failed")
+
+
+def test_warnings_outlast_many_other_lines(tmp_path) -> None:
+    def line(level: str, event: str) -> str:
+        return json.dumps({"timestamp": "2026-01-01T00:00:00Z", "level": level, "event": event})
+
+    path = tmp_path / "trainer.jsonl"
+    tail = LogTail(path, "trainer", 200)
+    path.write_text(line("warning", "disk full") + "\n")
+    tail.statistics()
+    with path.open("a") as file:
+        file.writelines(line("info", "step") + "\n" for _ in range(500))
+    assert {each.text for each in tail.statistics()} == {"step"}
+    assert [each.text for each in tail.warnings] == ["disk full"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -57,11 +71,11 @@ def test_last_error_is_the_newest_since_a_time(tmp_path) -> None:
     path = log_file(tmp_path, "trainer")
     fail()
     structlog.get_logger("swarmnode.trainer").info("continues")
-    last = last_error(path, 0.0)
+    last = last_line(path, 0.0)
     assert last.startswith("loading failed error=ValueError: no such tokenizer (")
     (at,) = [line.at for line in LogTail(path, "trainer", 9).statistics() if line.level == "error"]
-    assert last_error(path, at + 1) == ""
-    assert last_error(tmp_path / "absent", 0.0) == ""
+    assert last_line(path, at + 1) == ""
+    assert last_line(tmp_path / "absent", 0.0) == ""
 
 
 def test_tail_follows_rotation(tmp_path, monkeypatch) -> None:

@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
-import pytest
 from rich.console import Console
 
-from swarmnode.errors import Unavailable
 from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.top import fetch, names_of, peer_label, render, sparkline, status_command
-from swarmnode.stages.service import StagesStatistics
+from swarmnode.observe.top import names_of, peer_label, render, status_command
+from swarmnode.observe.watch import SupervisorStatistics
+from swarmnode.stages.network.crew_service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 
@@ -111,56 +110,35 @@ def test_fits_a_narrow_terminal() -> None:
     assert max(len(line) for line in drawn(example(), width=60, styles=False).splitlines()) <= 60
 
 
-def test_narrow_terminal_omits_the_history() -> None:
+def test_shows_step_pace_and_time_left() -> None:
     s = example()
-    history = History()
-    for second in range(60):  # rises: the newest is the highest
-        history.add(example_at(10.0 * second))
-    status = json.loads(status_json(s, history))
-    console = Console(width=66, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(render(status))
-    (line,) = [
-        line for line in console.export_text().splitlines() if "held-out" in line and "▁" in line
-    ]
-    assert "…" not in line
-    assert line.split("▁")[-1].strip().split()[0].endswith("█")
-
-
-def test_hides_speed_and_phase_without_a_trainer() -> None:
-    s = example()
-    shown = drawn(
-        msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False)),
-        styles=False,
+    trainer = lambda **changes: msgspec.structs.replace(s.trainer, **changes)
+    with_trainer = lambda trainer: drawn(msgspec.structs.replace(s, trainer=trainer), styles=False)
+    assert "step 250 of 1\u202f000 · 2.40 s per step · 30 min left · generating" in drawn(s)
+    report = msgspec.structs.replace(
+        s.trainer.report,
+        activity="evaluating 64 of 256",
+        max_steps=0,
+        reward_held_out_step=160,
+        phase="evaluating",
     )
-    rows = {
-        line.strip("│ ").partition("  ")[0]: line.strip("│ ").split()[1:3]
-        for line in shown.splitlines()
-    }
-    assert rows["tokens/s"][0] == rows["step"][0] == "–"
-    assert "no trainer" in shown
+    shown = with_trainer(trainer(report=report))
+    assert "step 250 · 2.40 s per step · evaluating 64 of 256" in shown
+    assert "held-out reward 0.631 ± 0.021 at step 160, 90 steps old" in shown
 
 
-def test_status_of_another_version_is_one_line() -> None:
-    with answering(b'{"snapshot": {}}') as url, pytest.raises(Unavailable, match="another version"):
-        status_command(NodeAddress(url))
+def test_shows_what_was_given_and_gained() -> None:
+    shown = drawn(example(), width=140, styles=False)
+    assert "given: 401 groups used by 2 peers (claimed) · gained: 803 groups of peers" in shown
+    assert "about 51\u202f392 own tokens saved" in shown
 
 
-def test_names_are_escaped() -> None:
-    peer = msgspec.structs.replace(example().peers[0], peer="[b]\x1b[2J")
-    node = msgspec.structs.replace(example().node, name="[bold]me[/bold]\x1b]0;owned\x07")
-    shown = drawn(msgspec.structs.replace(example(), peers=[peer], node=node))
-    assert "[b]" in shown
-    assert "[bold]me[/bold]" in shown
-    assert "\x1b[2J" not in shown
-    assert "\x1b]0" not in shown
-
-
-def test_sparkline_spans_its_own_range_and_keeps_gaps() -> None:
-    assert sparkline([0.0, None, 1.0]) == "▁ █"
-    assert sparkline([5.0, 5.0]) == "▁▁"
-    assert sparkline([None]) == ""
-    assert sparkline([float(i) for i in range(100)], width=8) == "▁▂▃▄▅▆▇█"
+def test_shows_what_a_starting_trainer_does() -> None:
+    supervisor = SupervisorStatistics(loading={"trainer": "loading, trying the policy, 2 of 5"})
+    shown = drawn(NodeSnapshot(supervisor=supervisor), styles=False)
+    assert "loading, trying the policy, 2 of 5" in shown
+    assert "no trainer" not in shown
+    assert "not measured" not in shown, "the saved state is not loaded yet"
 
 
 def test_status_exit_code_is_the_verdict(capsys) -> None:
@@ -168,35 +146,3 @@ def test_status_exit_code_is_the_verdict(capsys) -> None:
         with answering(status_json(snapshot, History())) as url:
             assert status_command(NodeAddress(url), as_json=True) == code
         assert json.loads(capsys.readouterr().out)["ready"]["ok"] == (code == 0)
-
-
-def test_missing_or_other_server_is_one_line() -> None:
-    with answering(b"<html>") as url, pytest.raises(Unavailable, match="no node answers"):
-        fetch(NodeAddress(url))
-    with answering(b"[]") as url, pytest.raises(Unavailable, match="is not a swarmnode"):
-        fetch(NodeAddress(url))
-    with pytest.raises(Unavailable, match=r"no node answers at .*Connection refused"):
-        fetch(NodeAddress("http://127.0.0.1:9"))
-
-
-@pytest.mark.parametrize(("name", "title"), [("", "evening"), ("attic", "attic")])
-def test_title_falls_back_to_the_swarm_name(name: str, title: str) -> None:
-    snapshot = example()
-    node = msgspec.structs.replace(snapshot.node, name=name, swarm_name="evening")
-    shown = drawn(msgspec.structs.replace(snapshot, node=node), styles=False)
-    assert title in shown.splitlines()[0]
-
-
-def test_shows_the_sampling_engine() -> None:
-    snapshot = example()
-    report = snapshot.trainer.report
-    assert report is not None
-    assert report.server is not None
-    assert "sampled by vLLM 0.32.0" in drawn(snapshot, width=200)
-    server = msgspec.structs.replace(report.server, state="away")
-    trainer = msgspec.structs.replace(
-        snapshot.trainer, report=msgspec.structs.replace(report, server=server)
-    )
-    assert "own engine; vLLM 0.32.0 is away" in drawn(
-        msgspec.structs.replace(snapshot, trainer=trainer), width=200
-    )

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 
+import msgspec
+
 from swarmnode.link.messages import Report
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, process_use
 
@@ -25,6 +27,24 @@ def test_a_step_is_observed_once() -> None:
     assert steps is not None
     # the second step was lost and repeated
     assert (sum(steps.counts), round(steps.sum, 6)) == (3, 0.9)
+
+
+def test_recent_means_skip_what_a_step_did_not_measure() -> None:
+    watch = TrainerWatch()
+    for step in range(1, 13):
+        external = 0.5 if step < 12 else None
+        report = Report("training", step=step, step_seconds=1.0, reward_own=float(step == 12))
+        later = 3600.0 if step == 12 else 0.0  # quiet hours before the last step
+        watch.report(msgspec.structs.replace(report, reward_external=external), 1.5 * step + later)
+    recent = watch.statistics(0.0).recent
+    assert recent == {
+        "reward_own": 0.1,
+        "reward_external": 0.5,
+        "step_seconds": 1.0,
+        "interval_seconds": 1.5,
+    }
+    watch.report(Report("training", step=3), now=0.0)
+    assert watch.statistics(0.0).recent == {}, "an earlier state was restored"
 
 
 def test_a_report_ages_and_outlives_its_connection() -> None:

@@ -37,12 +37,6 @@ def pair(request, tmp_path):
     return request.param(tmp_path)
 
 
-@pytest.fixture
-def hosts_pair(tmp_path):
-    """Open two connected hosts, which have streams."""
-    return on_loopback(tmp_path)
-
-
 async def echo(peer: str, data: bytes) -> bytes:
     await trio.lowlevel.checkpoint()
     return data
@@ -153,69 +147,6 @@ async def test_concurrent_requests_are_limited(pair):
         await busy.wait()
         with pytest.raises(PeerError):
             await ask(one, other.peer_id)
-
-
-async def test_a_stream_carries_both_ways_and_ends_in_order(hosts_pair):
-    arrived = []
-    async with hosts_pair as (one, other):
-        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await local.send(b"there")
-        await until(lambda: arrived)
-        (remote,) = arrived
-        assert (local.peer, remote.peer) == (other.peer_id, one.peer_id)
-        assert await remote.receive() == b"there"
-        remote.unread(b"re")
-        assert await remote.receive() == b"re"
-        await remote.send(b"back")
-        assert await local.receive() == b"back"
-        local.finish()
-        assert await remote.receive() == b""
-        with pytest.raises(ValueError, match="after the end"):
-            await local.send(b"more")
-        remote.finish()
-        assert await local.receive() == b""
-        with trio.fail_after(10):
-            await local.closed.wait()
-            await remote.closed.wait()
-        assert (local.sent, local.received, remote.sent, remote.received) == (5, 4, 4, 5)
-        assert not local.broken.is_set()
-        assert not remote.broken.is_set()
-
-
-async def test_reset_breaks_a_stream_at_both_ends(hosts_pair):
-    arrived = []
-    async with hosts_pair as (one, other):
-        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
-        local = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
-        await local.send(b"x")
-        await until(lambda: arrived)
-        assert await arrived[0].receive() == b"x"
-        local.reset("for a test")
-        with pytest.raises(PeerError, match="for a test"):
-            await local.receive()
-        with trio.fail_after(10):
-            await arrived[0].broken.wait()
-        with pytest.raises(PeerError):
-            await arrived[0].receive()
-        with pytest.raises(PeerError):
-            await local.send(b"x")
-
-
-async def test_excess_and_unknown_streams_are_refused(hosts_pair):
-    arrived = []
-    async with hosts_pair as (one, other):
-        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
-        await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).send(b"x")
-        await until(lambda: arrived)
-        with pytest.raises(PeerError):  # raised by open or by receive
-            await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).receive()
-        with pytest.raises(PeerError):
-            await one.streams.open(other.peer_id, "/test/nobody/1", deadline=5)
-        with pytest.raises(PeerError):
-            await one.streams.open(
-                "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", PROTOCOL, deadline=5
-            )
 
 
 async def test_offer_is_fetched_by_its_audience_only(pair):

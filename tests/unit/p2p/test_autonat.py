@@ -142,12 +142,6 @@ async def test_garbage_is_answered_or_reset(tmp_path, garbage):
             assert b.connected() == [a.peer_id]
 
 
-async def test_loopback_peers_are_not_asked(tmp_path):
-    async with hosts(tmp_path, 2) as (a, _):
-        await a.nat.greet(a.connected()[0])
-        assert a.nat.reach.verdict == "unknown"
-
-
 # -- pure
 
 

@@ -6,7 +6,6 @@ import trio
 import trio.testing
 
 from swarmnode.config import NetworkConfig
-from swarmnode.p2p import budget
 from swarmnode.p2p.budget import BUDGET_FILE, Meter, Month, TrafficStatistics, load_month
 from tests.support.waiting import until
 
@@ -52,15 +51,3 @@ async def test_the_total_is_saved_while_it_runs(tmp_path, autojump_clock):
 def test_damaged_total_starts_at_zero(tmp_path):
     (tmp_path / BUDGET_FILE).write_bytes(b'{"month": 7')
     assert meter(tmp_path, Traffic(), monthly_bytes=100).has_room("fetch")
-
-
-async def test_full_disk_loses_the_total_only(tmp_path, monkeypatch):
-    traffic = Traffic()
-    traffic.sent = 1
-    (tmp_path / "file").touch()
-    m = meter(tmp_path / "file", traffic)  # no directory, and none can be made
-    errors = []
-    monkeypatch.setattr(budget.log, "error", lambda *args: errors.append(args[0]))
-    with trio.move_on_after(0.01):
-        await m.run()
-    assert ["cannot save" in text for text in errors] == [True]

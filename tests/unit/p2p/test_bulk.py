@@ -6,10 +6,10 @@ import tracemalloc
 import pytest
 import trio
 
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink
-from tests.support.hosts import host, hosts
-from tests.support.waiting import until, wait_connected
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20
@@ -61,17 +61,6 @@ async def test_only_missing_chunks_are_sent(tmp_path):
         assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
         await fetch(client, server, sink)  # nothing is missing: no request
         assert client.bulk.statistics().fetched == {"ok": 1}
-
-
-async def test_audience_excludes_other_peers(tmp_path):
-    async with hosts(tmp_path, 3) as (server, client, other):
-        source, sink = offer(server, 10 * KIB, audience=[client.peer_id])
-        with pytest.raises(Declined, match="unknown"):
-            await other.bulk.manifest(server.peer_id, TRANSFER)
-        with pytest.raises(Declined, match="unknown"):
-            await fetch(other, server, MemorySink(sink.manifest, limit=MIB))
-        await fetch(client, server, sink)
-        assert same(source, sink)
 
 
 async def test_nothing_is_sent_after_withdrawal_or_under_another_root(tmp_path):
@@ -127,28 +116,6 @@ async def _expect_failure(client, server, sink) -> None:
         await fetch(client, server, sink)
 
 
-async def test_fetches_from_one_peer_run_in_turn(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        source, _ = offer(server, 4 * MIB, MIB)
-        sinks = [MemorySink(source.manifest(TRANSFER), limit=4 * MIB) for _ in range(4)]
-        async with trio.open_nursery() as nursery:
-            for sink in sinks:
-                nursery.start_soon(fetch, client, server, sink)
-        assert all(same(source, sink) for sink in sinks)
-        assert client.bulk.statistics().bandwidth[server.peer_id] > 0
-        assert client.bulk.statistics().fetching == 0
-
-
-async def test_sink_of_wrong_size_is_a_local_error(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        source, _ = offer(server, 8 * KIB)
-        other = MemorySink(BulkSource(b"x").manifest(TRANSFER), limit=1)
-        with pytest.raises(ValueError, match="sink"):
-            await client.bulk.fetch(
-                server.peer_id, TRANSFER, source.manifest(TRANSFER), other, deadline=5
-            )
-
-
 async def test_sink_failure_does_not_blame_the_peer(tmp_path):
     class Full(MemorySink):
         def accept(self, index: int) -> None:
@@ -178,24 +145,3 @@ async def test_from_file_to_file_memory_stays_small(tmp_path):
         sink.flush()
         assert (tmp_path / "sink").read_bytes() == (tmp_path / "source").read_bytes()
         assert peak < 11 * MIB, "more than Yamux's window of 8 MiB and a chunk at either end"
-
-
-async def test_closing_a_host_ends_its_fetches(tmp_path):
-    async with hosts(tmp_path, 1) as (server,):
-        source, _ = offer(server, 32 * MIB, MIB)
-        failed = []
-
-        async def attempt(client) -> None:
-            try:
-                await fetch(client, server, MemorySink(source.manifest(TRANSFER), limit=32 * MIB))
-            except PeerError as error:
-                failed.append(type(error))
-
-        async with trio.open_nursery() as nursery:
-            async with host(tmp_path / "client", initial_peers=server.listen_addrs) as client:
-                await wait_connected(client)
-                nursery.start_soon(attempt, client)
-                await until(lambda: server.bulk.statistics().serving == 1, interval=0.001)
-        assert failed
-        assert not issubclass(failed[0], PeerTimeout)
-        await until(lambda: server.bulk.statistics().serving == 0)

@@ -23,26 +23,6 @@ def test_wanted_bits_round_trip(chunks, data):
     assert bulk.unpack_wanted(bulk.pack_wanted(indices, chunks), chunks) == indices
 
 
-@pytest.mark.parametrize(
-    ("wanted", "chunks"),
-    [(b"\x01", 9), (b"\x01\x00", 8), (b"\x08", 3), (b"\x01\x80", 15), (b"", 1)],
-)
-def test_wrong_number_of_bits_is_refused(wanted, chunks):
-    with pytest.raises(BadMessage, match="bounds"):
-        bulk.unpack_wanted(wanted, chunks)
-
-
-def test_root_covers_size_and_hashes_not_id():
-    manifest = BulkManifest(TRANSFER, 8 * KIB, 4 * KIB, bytes(64))
-    others = [
-        BulkManifest(TRANSFER, 8 * KIB - 1, 4 * KIB, bytes(64)),
-        BulkManifest(TRANSFER, 8 * KIB, 4 * KIB + 1, bytes(64)),
-        BulkManifest(TRANSFER, 8 * KIB, 4 * KIB, bytes(63) + b"\1"),
-    ]
-    assert len({bulk.root(each) for each in [manifest, *others]}) == 4
-    assert bulk.root(BulkManifest(b"o" * 32, 8 * KIB, 4 * KIB, bytes(64))) == bulk.root(manifest)
-
-
 def test_source_hashes_every_chunk(tmp_path):
     data = bytes(range(256)) * 33  # 8448 bytes
     (tmp_path / "data").write_bytes(data)
@@ -72,33 +52,6 @@ def test_oversized_manifest_is_refused_before_allocation(tmp_path):
     with pytest.raises(BadMessage, match="oversize"):
         FileSink(manifest, tmp_path / "sink", limit=2**35 - 1)
     assert not (tmp_path / "sink").exists()
-
-
-@pytest.mark.parametrize(
-    "fields", [{"hashes": bytes(32)}, {"size": 0}, {"chunk_bytes": 1}, {"size": 2**63}]
-)
-def test_inconsistent_manifest_makes_no_sink(fields):
-    with pytest.raises(BadMessage, match="bounds"):
-        MemorySink(
-            BulkManifest(
-                **{
-                    "transfer": TRANSFER,
-                    "size": 8192,
-                    "chunk_bytes": 4096,
-                    "hashes": bytes(64),
-                    **fields,
-                }
-            ),
-            limit=2**40,
-        )
-
-
-def test_memory_of_another_length_is_refused():
-    manifest = BulkSource(bytes(100)).manifest(TRANSFER)
-    with pytest.raises(ValueError):
-        MemorySink(manifest, limit=100, memory=bytearray(99))
-    with pytest.raises(ValueError):
-        MemorySink(manifest, limit=100, memory=bytes(100))
 
 
 def test_file_sink_resumes_with_valid_chunks(tmp_path):
@@ -150,13 +103,6 @@ def test_slow_peers_do_not_set_default_deadlines():
     for number in range(8, 20):
         measured.observe(str(number), 10**6, 10_000.0)
     assert measured.estimate("stranger") == 500_000, "three of five are hostile"
-
-
-def test_estimates_keep_the_latest_peers():
-    measured = BandwidthEstimates()
-    for number in range(service.BANDWIDTH_PEERS + 5):
-        measured.observe(str(number), 10**6, 1.0)
-    assert next(iter(measured.snapshot())) == "5"
 
 
 def slots(clock=lambda: 0.0) -> serving.BulkServer:
@@ -211,32 +157,12 @@ def test_slow_public_upload_yields_its_slot():
     assert served.active == serving.PUBLIC_UPLOADS
 
 
-def test_slow_upload_keeps_its_slot_without_demand():
-    now = 0.0
-    served = slots(lambda: now)
-    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
-    slow = [begin(served, f"slow {number}") for number in range(serving.PUBLIC_UPLOADS - 1)]
-    now = 3600.0
-    assert isinstance(begin(served, "newcomer"), serving.Upload)
-    assert [upload.end_reason for upload in slow] == [""] * len(slow)
-
-
 def test_other_root_is_unknown_and_budget_refuses():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     assert begin(served, "A", root=bytes(32)) == "unknown"
     served.allows = lambda: False
     assert begin(served, "A") == "busy"
-
-
-def test_withdrawal_ends_its_uploads():
-    served = slots()
-    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
-    upload = begin(served, "A")
-    served.withdraw(TRANSFER)
-    served.withdraw(TRANSFER)
-    assert upload.ended.is_set()
-    assert (upload.end_reason, served.offers) == ("withdrawn", {})
 
 
 class SlowReader:

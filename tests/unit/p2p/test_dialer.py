@@ -62,16 +62,6 @@ async def test_dead_bootstrap_is_retried_with_one_warning(autojump_clock, nurser
     nursery.cancel_scope.cancel()
 
 
-async def test_unreachable_strangers_are_not_logged(autojump_clock, nursery, caplog):
-    table, _, loop = make()
-    for index in range(30):
-        table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "exchange", trio.current_time())
-    nursery.start_soon(loop.run)
-    await trio.sleep(600)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    nursery.cancel_scope.cancel()
-
-
 async def test_hanging_dial_ends_at_its_deadline(autojump_clock, nursery):
     table, world, loop = make()
     world.hang.add("b")
@@ -96,35 +86,6 @@ async def test_concurrent_dials_are_limited(autojump_clock, nursery):
     await trio.sleep(9.0)
     assert world.most <= connection_manager.MAX_CONCURRENT_DIALS
     assert len(table.connected()) >= 30
-    nursery.cancel_scope.cancel()
-
-
-async def test_wake_dials_at_once(autojump_clock, nursery):
-    table, world, loop = make()
-    nursery.start_soon(loop.run)
-    await trio.sleep(1.0)
-    world.up.add("x")
-    table.add("x", "/ip4/20.0.0.1/tcp/1", "bootstrap", trio.current_time())
-    loop.wake()
-    await trio.sleep(0.2)
-    assert table.connected() == ["x"]
-    nursery.cancel_scope.cancel()
-
-
-async def test_connected_peer_is_not_dialled(autojump_clock, nursery):
-    table = PeerTable("own", 4, random.Random(0))
-
-    async def connect(peer: str, address: str) -> bool:
-        table.record_connected(peer, inbound=True, now=trio.current_time())
-        await trio.lowlevel.checkpoint()
-        return False
-
-    loop = Dialer(table, connect)
-    table.add("x", "/ip4/20.0.0.1/tcp/1", "bootstrap", trio.current_time())
-    nursery.start_soon(loop.run)
-    await trio.sleep(1.0)
-    statistics = table.statistics()
-    assert (statistics.connected, statistics.dialling, statistics.dial_failures) == (1, 0, 0)
     nursery.cancel_scope.cancel()
 
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from swarmnode.doctor import probes
-from swarmnode.doctor.checks import ReachFacts, RouterFacts, check_router
 from swarmnode.p2p.gateway import Gateway, classify_address
 from tests.support.router import Router
 
@@ -61,33 +59,3 @@ def test_missing_router_gives_an_empty_answer():
 )
 def test_outside_addresses_are_classified(outside, observed, kind):
     assert classify_address(outside, observed) == kind
-
-
-@pytest.mark.parametrize(
-    ("facts", "level", "says"),
-    [
-        (RouterFacts(True, "carrier", "100.64.0.9"), "warn", "carrier-grade NAT"),
-        (RouterFacts(True, "private", "192.168.0.2"), "warn", "double NAT"),
-        (RouterFacts(True, "public", "8.8.8.8"), "ok", "8.8.8.8"),
-        (RouterFacts(True), "ok", "by hand"),
-        (RouterFacts(), "ok", "not involved"),
-    ],
-)
-def test_doctor_explains_carrier_grade_nat(facts, level, says):
-    check = check_router(facts)
-    assert check.level == level
-    assert says in check.text
-
-
-def test_router_is_not_asked_when_reachable(monkeypatch):
-    monkeypatch.setattr(probes, "child", lambda *_: pytest.fail("asked"))
-    for facts in (
-        ReachFacts(["127.0.0.1"], [], ["192.168.1.5"], True),
-        ReachFacts(["0.0.0.0"], [], ["8.8.8.8"], True),
-        ReachFacts(["0.0.0.0"], ["/ip4/8.8.8.8/tcp/1"], ["192.168.1.5"], True),
-    ):
-        assert probes.router(facts) == RouterFacts()
-    monkeypatch.setattr(probes, "child", lambda *_: Gateway("100.64.0.9"))
-    assert probes.router(ReachFacts(["0.0.0.0"], [], ["192.168.1.5"], True)) == RouterFacts(
-        True, "carrier", "100.64.0.9"
-    )

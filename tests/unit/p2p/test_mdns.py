@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import trio
 
@@ -74,25 +72,6 @@ async def test_two_nodes_discover_each_other(peers):
         peers[1]: {peers[0]: "/ip4/127.0.0.1/tcp/4001"},
     }
     assert not any(node.running for node in nodes)
-
-
-async def test_a_loopback_node_does_not_announce_itself(peers, caplog):
-    caplog.set_level(logging.INFO)
-    node = mdns.MdnsDiscovery(peers[0], SWARM, [Address("ip4", "127.0.0.1", 4001)])
-    with trio.fail_after(30):
-        await node.run(lambda peer, address: None)
-    assert "only loopback" in caplog.text
-
-
-async def test_missing_multicast_is_one_warning(peers, caplog, monkeypatch):
-    def broken(*args, **kwargs):
-        raise OSError("no such device")
-
-    monkeypatch.setattr(mdns, "Zeroconf", broken)
-    node = mdns.MdnsDiscovery(peers[0], SWARM, [Address("ip4", "192.168.1.5", 4001)])
-    with trio.fail_after(30):
-        await node.run(lambda peer, address: None)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 async def test_node_dials_a_peer_from_mdns(tmp_path):

@@ -94,14 +94,3 @@ def test_invalid_entries_are_skipped(tmp_path):
     t = table()
     assert load_book(path, t, Reputation(), 0.0) == 1
     assert t.get(peer(1)) is not None
-
-
-def test_missing_book_is_not_logged(tmp_path, caplog):
-    assert load_book(tmp_path / "peers.json", table(), Reputation(), 0.0) == 0
-    assert not caplog.records
-
-
-def test_failed_save_is_a_warning(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    save_book(tmp_path / "file" / "peers.json", b"{}")
-    assert len(caplog.records) == 1

@@ -27,8 +27,8 @@ NAME = "/test/relay/1"
 
 @contextlib.asynccontextmanager
 async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **settings):
-    """Open (relay, a, b): b has a reservation; the swarms differ, so that no peer exchange
-    happens."""
+    """Open (relay, a, b): b has a reservation; the swarms differ, so that no addresses are
+    reported."""
     async with host(tmp_path / "relay", relay="server", **settings) as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
         async with (
@@ -104,25 +104,6 @@ async def test_members_discover_each_other_through_a_relay(tmp_path):
                 await until(lambda: a.peer_id in b.connected())
 
 
-async def test_handler_exception_costs_one_relayed_stream(tmp_path):
-    async with relayed(tmp_path) as (relay, a, b):
-        await call(a, b, relay)
-
-        async def broken(peer, data):
-            if data == b"break":
-                raise ValueError("a bug")
-            return data
-
-        b.requests.serve(NAME, broken, max_request_bytes=64, max_response_bytes=64)
-        with pytest.raises(PeerError):
-            await a.requests.request(b.peer_id, NAME, b"break", deadline=5.0, max_response_bytes=64)
-        assert (
-            await a.requests.request(b.peer_id, NAME, b"whole", deadline=5.0, max_response_bytes=64)
-            == b"whole"
-        )
-        assert a.statistics().nat.client.dials == {"ok": 1, "failed": 0}
-
-
 async def test_peer_without_reservation_cannot_be_called(tmp_path):
     async with (
         host(tmp_path / "relay", relay="server") as relay,
@@ -180,6 +161,17 @@ async def test_lost_relay_is_removed_and_asked_again(
                     )
                 )
             await until(lambda: b.statistics().nat.client.relays == [])
+
+
+async def test_a_connected_relay_is_not_asked_in_a_loop(tmp_path, monkeypatch):
+    """Its reservation is renewed, although it is not a candidate any more."""
+    monkeypatch.setattr("swarmnode.p2p.relay_client.SHORTEST_SECONDS", 0.4)
+    monkeypatch.setattr("swarmnode.p2p.relay_client.LONGEST_SECONDS", 0.4)
+    async with relayed(tmp_path) as (relay, _, b):
+        monkeypatch.setattr(b.nat, "address_of", lambda peer: None)
+        before = b.statistics().nat.client.reserved
+        await until(lambda: b.statistics().nat.client.reserved >= before + 2)
+        assert b.statistics().nat.client.relays == [relay.peer_id]
 
 
 async def test_excess_circuit_is_refused(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Circuit addresses as text, in the peer table and in peer exchange."""
+"""Circuit addresses as text, in the peer table and between neighbours."""
 
 import random
 
@@ -10,7 +10,7 @@ from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address, Circuit, dialable, parse_any
 from swarmnode.p2p.peers import PEERS_PER_PREFIX, PEERS_PER_RELAY, PeerTable
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
+from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, PeerAddresses
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -83,19 +83,25 @@ def test_working_circuit_proves_no_relay_address():
 
 async def ask(one, other, claimed):
     """Return the peers that `other` sends to `one`, which reports `claimed` for itself. Retries,
-    because a peer has one exchange at a time."""
-    data = codec.encode(PeersRequest(bytes(32), claimed))
-    limit = limits.PEERS_RESPONSE_BYTES
+    because a peer has two at a time and a limited rate."""
+    data = codec.encode(NeighboursRequest(bytes(32), claimed, b"", b"", 0))
+    limit = limits.NEIGHBOURS_RESPONSE_BYTES
     with trio.fail_after(60):
         while True:
             try:
                 answer = await one.requests.request(
-                    other.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit
+                    other.peer_id,
+                    ids.NEIGHBOURS_PROTOCOL,
+                    data,
+                    deadline=5.0,
+                    max_response_bytes=limit,
                 )
                 break
             except PeerError:
                 await trio.sleep(0.05)
-    return {each.peer: each.addresses for each in codec.decode(answer, PeersResponse, limit).peers}
+    return {
+        each.peer: each.addresses for each in codec.decode(answer, NeighboursResponse, limit).peers
+    }
 
 
 async def test_undialled_relay_is_not_passed_on(tmp_path):
@@ -129,11 +135,15 @@ async def test_relay_without_address_uses_its_observed_one(tmp_path):
 
         async def tell(peer: str, data: bytes) -> bytes:
             return codec.encode(
-                PeersResponse(bytes(32), [PeerAddresses(*each) for each in claimed.items()])
+                NeighboursResponse(
+                    bytes(32), [PeerAddresses(*each) for each in claimed.items()], [], [], b""
+                )
             )
 
-        a.requests.serve(ids.PEERS_PROTOCOL, tell, max_request_bytes=9999, max_response_bytes=9999)
+        a.requests.serve(
+            ids.NEIGHBOURS_PROTOCOL, tell, max_request_bytes=9999, max_response_bytes=9999
+        )
         b.nat.address_of = lambda peer: None
-        await b.discovery.exchange.ask(a.peer_id)
+        await b.neighbours.ask(a.peer_id)
         assert b.peers.get(PEER).addresses == [f"/ip4/127.0.0.1/tcp/77/p2p/{a.peer_id}/p2p-circuit"]
         assert b.peers.get(RELAY) is None

@@ -15,11 +15,6 @@ def ban(r: Reputation, peer: str, now: float) -> None:
     r.rejected(peer, "banned", now, cost=reputation.BEST - reputation.BAN)
 
 
-def test_unknown_peer_is_good():
-    assert Reputation().standing("x", 0.0) is Standing.GOOD
-    assert Reputation().score("x", 0.0) == 0.0
-
-
 def test_rejections_greylist_then_ban():
     r, seen = Reputation(), []
     for _ in range(10):
@@ -55,12 +50,6 @@ def test_trust_grows_slowly_and_falls_fast():
     for _ in range(7):
         r.rejected("x", "reward", 0.0)
     assert r.standing("x", 0.0) is Standing.GREYLISTED
-
-
-def test_scores_decay():
-    r = Reputation()
-    r.rejected("x", "reward", 0.0)
-    assert r.score("x", reputation.HALF_LIFE) == pytest.approx(-reputation.COST / 2)
 
 
 def test_rare_faults_never_greylist():

@@ -47,16 +47,6 @@ async def test_response_is_whole_and_streams_are_closed(tmp_path):
         await until(lambda: streams(client, server.peer_id) == streams(server, client.peer_id) == 0)
 
 
-async def test_handler_receives_the_peer_id(tmp_path):
-    async def who(peer: str, data: bytes) -> bytes:
-        await trio.lowlevel.checkpoint()
-        return peer.encode()
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, who, **LIMITS)
-        assert await ask(client, server) == client.peer_id.encode()
-
-
 async def test_silent_peer_costs_only_the_deadline(tmp_path):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
@@ -106,31 +96,6 @@ async def test_cancelled_request_keeps_the_connection(tmp_path):
         assert client.peers.statistics().dials == 1  # never reconnected
 
 
-async def test_oversized_response_is_not_read(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, echo, **LIMITS)
-        with pytest.raises(BadMessage, match="oversize"):
-            await ask(client, server, bytes(1001), limit=1000)
-        assert await ask(client, server, bytes(1000), limit=1000) == bytes(1000)
-        assert client.requests.statistics().requests[ECHO] == {"malformed": 1, "ok": 1}
-
-
-async def test_oversized_request_is_not_read(tmp_path):
-    called = []
-
-    async def handler(peer: str, data: bytes) -> bytes:
-        called.append(len(data))
-        return await echo(peer, data)
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, handler, max_request_bytes=1000, max_response_bytes=1000)
-        with pytest.raises(PeerError):
-            await ask(client, server, bytes(1001))
-        assert await ask(client, server, bytes(1000)) == bytes(1000)
-        assert called == [1000]
-        await until(lambda: server.requests.statistics().served[ECHO] == {"malformed": 1, "ok": 1})
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")],
@@ -152,45 +117,6 @@ async def test_handler_exception_fails_one_request(tmp_path, caplog, error, outc
         )
 
 
-async def test_oversized_response_is_a_local_error(tmp_path):
-    async def handler(peer: str, data: bytes) -> bytes:
-        return await echo(peer, bytes(1001))
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, handler, max_request_bytes=1000, max_response_bytes=1000)
-        with pytest.raises(PeerError):
-            await ask(client, server)
-        await until(lambda: server.requests.statistics().served[ECHO] == {"error": 1})
-
-
-async def test_excess_requests_are_refused(tmp_path):
-    go = trio.Event()
-
-    async def slow(peer: str, data: bytes) -> bytes:
-        await go.wait()
-        return data
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, slow, **LIMITS, concurrent=10, per_peer=2)
-        outcomes = []
-
-        async def one() -> None:
-            try:
-                outcomes.append(await ask(client, server))
-            except PeerTimeout:
-                raise
-            except PeerError:
-                outcomes.append("refused")
-                if outcomes.count("refused") == 3:
-                    go.set()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(one)
-        assert sorted(map(str, outcomes)) == sorted(["b'x'"] * 2 + ["refused"] * 3)
-        await until(lambda: server.requests.statistics().served[ECHO] == {"busy": 3, "ok": 2})
-
-
 async def test_silent_streams_do_not_block_other_peers(tmp_path):
     async with hosts(tmp_path, 6) as (server, *silent, client):
         server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
@@ -199,7 +125,7 @@ async def test_silent_streams_do_not_block_other_peers(tmp_path):
                 await each.host.open_stream(server.peer_id, ECHO)
             await until(lambda each=each: streams(server, each.peer_id) == 2)
         assert await ask(client, server) == b"x"
-        assert server.requests.statistics().serving == 0
+        await until(lambda: server.requests.statistics().serving == 0)
 
 
 async def test_requests_to_one_peer_wait_their_turn(tmp_path):
@@ -250,25 +176,6 @@ async def test_urgent_request_skips_the_slots(tmp_path):
                 == b"x"
             )
             go.set()
-
-
-async def test_unsupported_protocol_and_unknown_peer_are_errors(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        with pytest.raises(PeerError):
-            await ask(client, server)
-        async with host(tmp_path / "stranger") as stranger:
-            with pytest.raises(PeerError, match="not connected"):
-                await ask(client, stranger)
-
-
-async def test_a_greylisted_peer_is_not_served(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, echo, **LIMITS)
-        for _ in range(6):
-            server.rejected(client.peer_id, "signature")
-        with pytest.raises(PeerError):
-            await ask(client, server)
-        await until(lambda: server.requests.statistics().served[ECHO] == {"unwelcome": 1})
 
 
 async def test_dying_peer_is_an_immediate_peer_error(tmp_path):

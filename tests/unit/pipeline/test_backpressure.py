@@ -10,10 +10,20 @@ import trio
 import trio.testing
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages import pipeline, wire
-from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
-from swarmnode.stages.pipeline import SCORES_PER_STAGE, Links, Schedule, StageWorker, WorkerSettings
-from swarmnode.stages.wire import FrameLimits, Place
+from swarmnode.stages.stage_frames import (
+    EmbeddingFrame,
+    ForwardFrame,
+    FrameLimits,
+    Place,
+    ProposeFrame,
+    read_frame,
+)
+from swarmnode.stages.trainer import links as links_module
+from swarmnode.stages.trainer.head import SCORES_PER_STAGE
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.pipeline import MAX_PENDING, StageWorker, WorkerSettings
+from swarmnode.stages.trainer.stage_batches import LearnRow, describe, describe_loss, encode
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew, run_inline
 from tests.support.lost_stages import quiet
@@ -50,15 +60,15 @@ class Narrow:
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
-        patch.setattr(pipeline, "FULL_LINK_BYTES", 1)
-        patch.setattr(pipeline, "MAX_INBOX_BYTES", 1)
+        patch.setattr(links_module, "FULL_LINK_BYTES", 1)
+        patch.setattr(links_module, "MAX_INBOX_BYTES", 1)
         send, arrived = Links.send, StageWorker._handle_arrival
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
             queued = links.queued.get(stage, 0)
             self.most = max(self.most, queued)
-            if isinstance(frame, wire.EmbeddingFrame):
+            if isinstance(frame, EmbeddingFrame):
                 self.embedding = max(self.embedding, queued)
 
         async def counting(member, arrival):
@@ -135,9 +145,9 @@ def forward(number, purpose="learn", place=PLACE):
         describe_loss(rows, CFG, 30.0) if purpose == "learn" else None,
     )
     about = strict.encode(work)
-    return wire.ForwardFrame(
-        place, number, purpose, "float32", work.rows, len(about)
-    ), about + encode(torch.zeros(work.rows, 32), "float32")
+    return ForwardFrame(place, number, purpose, "float32", work.rows, len(about)), about + encode(
+        torch.zeros(work.rows, 32), "float32"
+    )
 
 
 async def taken(links):
@@ -148,7 +158,7 @@ async def taken(links):
 
 
 async def test_unread_frames_fill_a_link_and_arrive_later(monkeypatch):
-    monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 3000)
+    monkeypatch.setattr(links_module, "FULL_LINK_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     sent = 0
@@ -161,7 +171,7 @@ async def test_unread_frames_fill_a_link_and_arrive_later(monkeypatch):
         assert links.full(1)
         assert 3000 <= sum(links.queued.values()) < 3000 + FRAME
         assert not links.full(0)
-        got = [(await wire.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
+        got = [(await read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
         with trio.fail_after(1):
             await links.inbox.wait()  # until there is room again
@@ -171,26 +181,9 @@ async def test_unread_frames_fill_a_link_and_arrive_later(monkeypatch):
         nursery.cancel_scope.cancel()
 
 
-async def test_queue_overflow_ends_the_stream(monkeypatch):
-    monkeypatch.setattr(pipeline, "MAX_OUTBOX_FRAMES", 4)
-    ours, _ = trio.testing.lockstep_stream_pair()
-    links = Links(0, {1: ours}, LIMITS)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(links.run)
-        await quiet()
-        for number in range(6):
-            links.send(1, wire.DoneFrame(PLACE, number))
-        with trio.fail_after(1):
-            arrival = await taken(links)
-        assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
-        assert links.closed_streams == {"unread": 1}
-        assert not links.full(1)
-        nursery.cancel_scope.cancel()
-
-
 async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     _, body = forward(0, "score")
-    monkeypatch.setattr(pipeline, "MAX_INBOX_BYTES", 2 * len(body))
+    monkeypatch.setattr(links_module, "MAX_INBOX_BYTES", 2 * len(body))
     ours, theirs = trio.testing.memory_stream_pair()
     links = Links(1, {0: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -202,42 +195,6 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
         got = [(await taken(links)).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
-
-
-def test_what_waits_for_others_is_no_work_in_hand():
-    one = Schedule(0, 2)
-    for number in range(6):
-        assert one.forward_arrived(number, "limited")
-    assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (
-        6,
-        0,
-        None,
-    )
-    assert one.ready(lambda number: number != 2) == 1
-    assert one.next(lambda number: number != 2) == ("forward", 2)
-    assert [one.next() for _ in range(3)] == [("forward", 0), ("forward", 1), ("forward", 3)]
-    assert (len(one.waiting), one.ready(), one.next()) == (2, 0, None)  # until a gradient comes
-    assert one.backward_arrived(2)
-    assert one.ready(lambda number: True) == 1
-    assert one.next(lambda number: True) == ("backward", 2)
-    assert one.ready() == 2
-    tail = Schedule(1, 2)
-    tail.forward_arrived(0, "last")
-    assert tail.ready(lambda number: True) == 1
-    assert tail.next(lambda number: True) == ("learn", 0)
-
-
-async def test_stage_with_a_full_link_has_no_pending_work(models, monkeypatch):
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        member = crew.members[1]
-        monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        work, body = forward(0, "learn", crew.head.place)
-        crew.head.links.send(1, wire.ProposeFrame(crew.head.place, 1, (0,)))
-        crew.head.links.send(1, work, body)
-        await quiet()
-        assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
-        monkeypatch.setattr(member.links, "full", lambda stage: False)
-        assert member.ready() == 1
 
 
 async def test_few_micro_batches_are_scored_at_a_time(models):
@@ -278,15 +235,15 @@ async def test_too_many_micro_batches_are_a_fault_of_the_sender(
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, head = crew.members[1], crew.head
         monkeypatch.setattr(member.micro_batches.schedule, "_max_in_flight", 0)
-        numbers = tuple(range(pipeline.MAX_PENDING + 1))
-        propose = lambda: head.links.send(1, wire.ProposeFrame(head.place, 1, numbers))
+        numbers = tuple(range(MAX_PENDING + 1))
+        propose = lambda: head.links.send(1, ProposeFrame(head.place, 1, numbers))
         propose() if proposed_first else None
         for number in numbers[:-1]:
             head.links.send(1, *forward(number, "learn", head.place))
         await quiet(2000)
         propose() if not proposed_first else None
         await quiet(2000)
-        assert len(member.micro_batches.pending) == pipeline.MAX_PENDING
+        assert len(member.micro_batches.pending) == MAX_PENDING
         assert member.fault is None
         head.links.send(1, *forward(numbers[-1], "learn", head.place))
         await quiet()

@@ -17,15 +17,10 @@ from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
-from swarmnode.stages import wire
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import (
-    Observer,
-    WorkerSettings,
-    WorkRefused,
-    cut_waves,
-    run_in_thread,
-)
+from swarmnode.stages.stage_frames import CommitFrame, ProposeFrame
+from swarmnode.stages.trainer.head import WorkRefused, cut_waves
+from swarmnode.stages.trainer.pipeline import Observer, WorkerSettings
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo, limits_of
@@ -50,14 +45,10 @@ def normalizer(rows, cfg):
     ("kind", "layers", "loss_type", "tokens", "options"),
     [
         ("embedded", [1, 1], "dapo", 64, []),
-        ("llama-tied", [1, 2, 1], "dapo", 64, ["mis"]),
+        ("llama-tied", [1, 2, 1], "dapo", 64, []),
         ("llama", [1, 1, 1, 1], "grpo", 64, ["icepop"]),
-        ("qwen2", [2, 2], "dr_grpo", 4096, ["sequence_tis"]),
-        ("qwen3", [4], "dapo", 64, ["sequence_mis"]),
-        ("llama", [2, 2], "gspo", 64, ["sequence_icepop"]),
-        ("llama", [1, 3], "cispo", 4096, ["tis", "effective_rate"]),
-        ("phi3", [1, 2, 1], "dapo", 64, ["mis"]),
-        ("smollm3", [1, 3], "dapo", 64, ["mis"]),
+        ("qwen2", [2, 2], "dr_grpo", 4096, ["tis"]),
+        ("phi3", [1, 2, 1], "dapo", 64, ["icepop"]),
     ],
 )
 async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(
@@ -76,11 +67,8 @@ async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(
             assert got.loss == pytest.approx(expected.loss, abs=1e-5)
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
             assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
-            assert got.clip_fraction == pytest.approx(expected.clip_fraction, abs=1e-6)
             assert expected.effective_own < 0.9
             assert got.effective < 0.95
-            assert got.rate_factor == pytest.approx(expected.rate_factor, rel=1e-4)
-            assert ("effective_rate" in options) == (got.rate_factor < 1)
         mine = together(crew)
         assert mine.keys() == start.keys()
         for name, tensor in trainable(whole.model).items():
@@ -368,7 +356,7 @@ async def test_lost_stage_ends_the_call_without_a_step(models, policy, stage):
         original = crew.members[stage].handle
 
         async def dies(sender, frame, body):
-            if isinstance(frame, wire.ProposeFrame):
+            if isinstance(frame, ProposeFrame):
                 for (a, b), stream in crew.streams.items():
                     if stage in (a, b):
                         await stream.aclose()
@@ -383,14 +371,8 @@ async def test_lost_stage_ends_the_call_without_a_step(models, policy, stage):
         assert all(m.participant.step == 0 for m in crew.members)
 
 
-async def test_computing_in_a_thread_gives_the_same_result(models):
-    assert texts(await sampled(models["llama"], [2, 2], compute=run_in_thread)) == texts(
-        await sampled(models["llama"], [2, 2])
-    )
-
-
 async def test_checkfree_weight_is_the_raw_gradient_of_the_layers(models, policy, monkeypatch):
-    monkeypatch.setattr("swarmnode.stages.pipeline.MAX_GRAD_NORM", 1e-3)  # clips
+    monkeypatch.setattr("swarmnode.stages.trainer.head.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
     norms = {}
@@ -413,7 +395,7 @@ async def test_prepared_stage_commits_without_its_neighbour(models, policy):
             async def handle(
                 sender, frame, body, crew=crew, original=original, goes=neighbour_goes
             ):
-                if isinstance(frame, wire.CommitFrame) and goes:
+                if isinstance(frame, CommitFrame) and goes:
                     crew.members[1].handle_stream_end(2, "closed")
                 await original(sender, frame, body)
 
@@ -421,20 +403,6 @@ async def test_prepared_stage_commits_without_its_neighbour(models, policy):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
             ends.append(weights(crew))
     assert torch.equal(*ends)
-
-
-async def test_failure_of_an_old_attempt_is_ignored(models, policy):
-    _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        original = crew.head.handle
-
-        async def late(sender, frame, body):
-            if isinstance(frame, wire.LearntFrame):
-                await original(2, wire.FailedFrame(frame.place, 10**6, "device"), b"")
-            await original(sender, frame, body)
-
-        crew.head.handle = late
-        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
 
 async def test_each_position_and_completion_has_its_own_draw(policy):

@@ -4,7 +4,6 @@ weight changes."""
 import contextlib
 import math
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,9 +12,25 @@ import trio
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
-from swarmnode.stages import pipeline, wire
-from swarmnode.stages.model import encode
-from swarmnode.stages.pipeline import MAX_REFUSALS, WorkRefused
+from swarmnode.stages.stage_frames import (
+    AbortFrame,
+    AcknowledgeFrame,
+    BackwardFrame,
+    CommitFrame,
+    DecodeFrame,
+    DropFrame,
+    EmbeddingFrame,
+    ForwardFrame,
+    LearntFrame,
+    Place,
+    PrefillFrame,
+    ProposeFrame,
+    ScoresFrame,
+    TokensFrame,
+)
+from swarmnode.stages.trainer import head, links
+from swarmnode.stages.trainer.head import MAX_REFUSALS, Wave, WorkRefused
+from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
 
@@ -108,15 +123,15 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 # ---- deadlines -----------------------------------------------------------------------------------
 
 SILENT = [
-    (learn, ignores, wire.ForwardFrame),
-    (learn, ignores, wire.ProposeFrame),
-    (learn, withholds, wire.ForwardFrame),
-    (learn, withholds, wire.AcknowledgeFrame),
-    (score, ignores, wire.ForwardFrame),
-    (score, withholds, (wire.ForwardFrame, wire.ScoresFrame)),
-    (sample, ignores, wire.PrefillFrame),
-    (sample, ignores, wire.DecodeFrame),
-    (sample, withholds, (wire.DecodeFrame, wire.TokensFrame)),
+    (learn, ignores, ForwardFrame),
+    (learn, ignores, ProposeFrame),
+    (learn, withholds, ForwardFrame),
+    (learn, withholds, AcknowledgeFrame),
+    (score, ignores, ForwardFrame),
+    (score, withholds, (ForwardFrame, ScoresFrame)),
+    (sample, ignores, PrefillFrame),
+    (sample, ignores, DecodeFrame),
+    (sample, withholds, (DecodeFrame, TokensFrame)),
 ]
 
 
@@ -126,7 +141,7 @@ SILENT = [
         (*case, stage)
         for case in SILENT
         for stage in (1, 3)
-        if (stage, case[1:]) != (3, (withholds, wire.ForwardFrame))
+        if (stage, case[1:]) != (3, (withholds, ForwardFrame))
     ],
 )
 async def test_silent_stage_costs_one_deadline_without_blame(
@@ -143,18 +158,10 @@ async def test_silent_stage_costs_one_deadline_without_blame(
         await quiet()
 
 
-async def test_withheld_tied_embedding_costs_one_deadline(models, policy, autojump_clock):
-    async with four(models, policy, "llama-tied") as (crew, rows):
-        withholds(crew.members[3], wire.EmbeddingFrame)
-        with pytest.raises(PeerTimeout):
-            await learn(crew.head, rows)
-        assert crew.head.fault == (None, "nothing arrived for 60 s")
-
-
 async def test_stage_that_misses_the_commit_is_one_step_behind(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
-        ignores(crew.members[2], wire.CommitFrame)
+        ignores(crew.members[2], CommitFrame)
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")
@@ -193,7 +200,7 @@ async def test_computing_head_expires_no_deadline(models, policy, autojump_clock
 async def test_stage_that_does_not_read_costs_one_deadline(
     models, policy, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 1)
+    monkeypatch.setattr(links, "FULL_LINK_BYTES", 1)
     monkeypatch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
     async with four(models, policy) as (crew, rows):
         crew.members[2].links.inbox.wait_for_room = trio.sleep_forever
@@ -204,11 +211,11 @@ async def test_stage_that_does_not_read_costs_one_deadline(
 
 
 async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monkeypatch):
-    monkeypatch.setattr(pipeline, "MAX_OUTBOX_FRAMES", 4)
+    monkeypatch.setattr(links, "MAX_OUTBOX_FRAMES", 4)
     async with four(models, policy) as (crew, _):
         await quiet()
         for _ in range(10):
-            crew.head.links.send(2, wire.DropFrame(crew.head.place, bytes(16)))
+            crew.head.links.send(2, DropFrame(crew.head.place, bytes(16)))
         await quiet()
         assert crew.head.fault == (2, "its stream was closed: unread")
 
@@ -239,40 +246,9 @@ async def test_divisible_step_may_be_refused_any_number_of_times(models, policy)
 async def test_step_of_1024_micro_batches_is_not_divisible(models, policy, monkeypatch):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            monkeypatch.setattr(wire, "MAX_MICRO_BATCHES", 1)
+            monkeypatch.setattr(head, "MAX_MICRO_BATCHES", 1)
             result = await learn(crew.head, rows)
             assert (result.refused, result.divisible) == ("device", False)
-
-
-async def test_a_refusal_is_counted_once_for_all_micro_batches_of_a_step(models, policy):
-    async with four(models, policy) as (crew, rows):
-        original, pieces = crew.head.handle, []
-
-        async def all_refused(sender, frame, body):
-            if isinstance(frame, wire.ForwardFrame):
-                pieces.append(frame.micro_batch)
-            for number in pieces if isinstance(frame, wire.FailedFrame) else ():
-                await original(sender, msgspec.structs.replace(frame, number=number), body)
-            await original(sender, frame, body)
-
-        crew.head.handle = all_refused
-        cfg = CFG.model_copy(update={"per_device_train_tokens": 11})
-        with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
-            assert not (await crew.head.update(rows, cfg, 10.0, 1e-3)).divisible
-        await quiet()
-        assert len(pieces) > MAX_REFUSALS
-        assert crew.head.fault is None
-
-
-async def test_a_committed_step_clears_refusals(models, policy):
-    _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        for _ in range(MAX_REFUSALS):
-            for _ in range(MAX_REFUSALS - 1):
-                with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-                    assert (await learn(crew.head, rows[:1])).refused == "device"
-            assert (await learn(crew.head, rows[:1])).refused is None
-        assert crew.head.fault is None
 
 
 async def test_repeated_non_finite_gradients_are_a_fault(models, policy):
@@ -310,45 +286,6 @@ async def test_refused_wave_ends_the_call(models, policy):
         assert not any(member.runtime.caches for member in crew.members)
 
 
-async def test_late_forward_of_a_dropped_attempt_is_ignored(models, policy):
-    """An abort goes from the head to each stage; a forward that was sent before it takes the way
-    through the stages and arrives after it."""
-    _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 1, 1, 1]) as crew:
-        sender, held = crew.members[1], []
-        original = sender.links.send
-        sender.links.send = lambda stage, frame, body=b"": (
-            held.append((stage, frame, body))
-            if isinstance(frame, wire.ForwardFrame) and not held
-            else original(stage, frame, body)
-        )
-        cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
-        with fails(crew.members[3].runtime, "learn", OUT_OF_MEMORY):
-            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
-        original(*held[0])
-        assert (await learn(crew.head, rows)).refused is None
-        assert all(member.fault is None for member in crew.members)
-
-
-async def test_late_gradient_of_a_dropped_attempt_is_ignored(models, policy):
-    _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 1, 2]) as crew:
-        last, held = crew.members[2], []
-        original = last.links.send
-        last.links.send = lambda stage, frame, body=b"": (
-            held.append((stage, frame, body))
-            if isinstance(frame, wire.BackwardFrame) and not held
-            else original(stage, frame, body)
-        )
-        cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
-        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
-        await quiet()
-        original(*held[0])
-        assert (await learn(crew.head, rows)).refused is None
-        assert all(member.fault is None for member in crew.members)
-
-
 @pytest.mark.parametrize("call", [learn, sample])
 async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
     """The head's direct frames to stage 2 wait on a slow line; its frames through stage 1 do
@@ -358,12 +295,8 @@ async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
         original, held = crew.head.links.send, []
 
         def slow(stage, frame, body=b""):
-            late = (wire.AbortFrame, wire.ProposeFrame)
-            if (
-                stage == 2
-                and isinstance(frame, late)
-                and (held or isinstance(frame, wire.AbortFrame))
-            ):
+            late = (AbortFrame, ProposeFrame)
+            if stage == 2 and isinstance(frame, late) and (held or isinstance(frame, AbortFrame)):
                 held.append((stage, frame, body))
             else:
                 original(stage, frame, body)
@@ -395,7 +328,7 @@ async def test_late_embedding_of_a_dropped_attempt_is_ignored(models, policy):
             original = last.links.send
 
             def send(stage, frame, body=b"", held=held, original=original):
-                if isinstance(frame, wire.EmbeddingFrame) and frame.attempt == 1:
+                if isinstance(frame, EmbeddingFrame) and frame.attempt == 1:
                     held.append((stage, frame, body))
                 else:
                     original(stage, frame, body)
@@ -454,30 +387,30 @@ def fewer_rows(frame, body):
 @pytest.mark.parametrize(
     ("call", "kind", "sender", "receiver", "change"),
     [
-        (learn, wire.ForwardFrame, 1, 2, spoilt),
-        (learn, wire.ForwardFrame, 1, 2, other_codec),
-        (learn, wire.ForwardFrame, 1, 2, fewer_rows),
-        (learn, wire.BackwardFrame, 3, 2, spoilt),
-        (learn, wire.BackwardFrame, 3, 2, other_codec),
-        (learn, wire.BackwardFrame, 3, 2, fewer_rows),
-        (score, wire.ForwardFrame, 2, 3, spoilt),
-        (score, wire.ScoresFrame, 3, 0, spoilt),
-        (sample, wire.PrefillFrame, 1, 2, spoilt),
-        (sample, wire.DecodeFrame, 1, 2, spoilt),
-        (sample, wire.TokensFrame, 3, 0, spoilt),
+        (learn, ForwardFrame, 1, 2, spoilt),
+        (learn, ForwardFrame, 1, 2, other_codec),
+        (learn, ForwardFrame, 1, 2, fewer_rows),
+        (learn, BackwardFrame, 3, 2, spoilt),
+        (learn, BackwardFrame, 3, 2, other_codec),
+        (learn, BackwardFrame, 3, 2, fewer_rows),
+        (score, ForwardFrame, 2, 3, spoilt),
+        (score, ScoresFrame, 3, 0, spoilt),
+        (sample, PrefillFrame, 1, 2, spoilt),
+        (sample, DecodeFrame, 1, 2, spoilt),
+        (sample, TokensFrame, 3, 0, spoilt),
         (
             learn,
-            wire.LearntFrame,
+            LearntFrame,
             3,
             0,
             lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b),
         ),
         (
             learn,
-            wire.AcknowledgeFrame,
+            AcknowledgeFrame,
             2,
             0,
-            lambda f, b: (wire.CommitFrame(f.place, 1, 1.0, 1.0), b),
+            lambda f, b: (CommitFrame(f.place, 1, 1.0, 1.0), b),
         ),
     ],
 )
@@ -501,7 +434,7 @@ async def test_embedding_rows_out_of_order_are_a_fault(models, policy):
     async with four(models, policy, "llama-tied") as (crew, rows):
         changes(
             crew.members[3],
-            wire.EmbeddingFrame,
+            EmbeddingFrame,
             lambda f, b: (msgspec.structs.replace(f, first=1, rows=f.rows - 1), b[: -32 * 4]),
         )
         with pytest.raises(PeerError, match="row 1 of an embedding"):
@@ -509,32 +442,23 @@ async def test_embedding_rows_out_of_order_are_a_fault(models, policy):
         assert crew.head.fault[0] == 3
 
 
-async def test_garbage_in_a_swapped_crew_is_a_fault_of_its_sender(models, policy, autojump_clock):
-    settings = replace(EXACT, swapped=True)
-    async with four(models, policy, settings=settings) as (crew, rows):
-        changes(crew.members[1], wire.ForwardFrame, spoilt)
-        with pytest.raises(PeerError, match="stage 1: garbage"):
-            await learn(crew.head, rows)
-        assert crew.head.fault[0] == 1
-
-
 async def test_frame_from_the_wrong_sender_is_a_fault(models, policy):
-    place = wire.Place(bytes(16), 0, 0)
+    place = Place(bytes(16), 0, 0)
     for sender, frame, body in [
-        (0, wire.CommitFrame(place, 1, 1.0, 1.0), b""),
-        (0, wire.AbortFrame(place, 1), b""),
-        (0, wire.PrefillFrame(place, 7, "float32", 1, 1), b"\0" + bytes(128)),
-        (0, wire.BackwardFrame(place, 1, "float32", 1), bytes(128)),
-        (3, wire.DropFrame(place, 7), b""),
-        (3, wire.TokensFrame(place, bytes(16), 1), bytes(8)),
-        (0, wire.EmbeddingFrame(place, 1, 0, 1), bytes(128)),
+        (0, CommitFrame(place, 1, 1.0, 1.0), b""),
+        (0, AbortFrame(place, 1), b""),
+        (0, PrefillFrame(place, 7, "float32", 1, 1), b"\0" + bytes(128)),
+        (0, BackwardFrame(place, 1, "float32", 1), bytes(128)),
+        (3, DropFrame(place, 7), b""),
+        (3, TokensFrame(place, bytes(16), 1), bytes(8)),
+        (0, EmbeddingFrame(place, 1, 0, 1), bytes(128)),
     ]:
         async with four(models, policy) as (crew, _):
             mine = msgspec.structs.replace(frame, place=crew.members[sender].place)
             crew.members[sender].links.send(1, mine, body)
             await quiet()
             assert crew.members[1].fault[0] == sender, frame
-            crew.head.links.send(1, wire.ProposeFrame(crew.head.place, 1, (1,)))
+            crew.head.links.send(1, ProposeFrame(crew.head.place, 1, (1,)))
             await quiet()
             assert crew.members[1].participant.attempt == 0, "nothing is handled after a fault"
 
@@ -543,10 +467,10 @@ async def test_wrong_tokens_are_a_fault_of_the_last_stage(models, policy):
     for rows, ids in ((1, [0]), (2, [60, 61])):  # there are two completions; there is no id 61
         async with four(models, policy) as (crew, _):
             head, last = crew.head, crew.members[3]
-            wave = pipeline.Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
+            wave = Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
             head.open_waves[7] = wave
             body = pack_ids(ids) + bytes(4 * rows)
-            last.links.send(0, wire.TokensFrame(last.place, 7, rows), body)
+            last.links.send(0, TokensFrame(last.place, 7, rows), body)
             await quiet()
             assert head.fault[0] == 3
             assert wave.ids == [[], []]
@@ -555,8 +479,8 @@ async def test_wrong_tokens_are_a_fault_of_the_last_stage(models, policy):
 async def test_frames_of_another_crew_or_step_are_dropped(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         member, place = crew.members[1], crew.head.place
-        crew.head.links.send(1, wire.AbortFrame(wire.Place(b"x" * 16, 0, 0), 3))
-        crew.head.links.send(1, wire.DropFrame(wire.Place(place.crew, 0, 1), 7))
+        crew.head.links.send(1, AbortFrame(Place(b"x" * 16, 0, 0), 3))
+        crew.head.links.send(1, DropFrame(Place(place.crew, 0, 1), 7))
         await quiet()
         assert member.ignored_frames == {"crew": 1, "newer": 1}
         assert member.fault is None

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
 from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.stages.model import Prompts, StageRuntime, load_stage, make_packing
-from swarmnode.stages.wire import stage_specs
+from swarmnode.stages.specs import stage_specs
+from swarmnode.stages.trainer.stage_model import Prompts, StageRuntime, load_stage, make_packing
 from tests.support.largest import Largest
 from tests.support.split_models import load_whole_state, split_model, whole_state
 
@@ -102,11 +102,11 @@ def compare(embedded, model, layers):
 def memory(request, monkeypatch):
     """Memory for everything; not for layers' activations; not for logits."""
     monkeypatch.setattr(
-        "swarmnode.stages.model.needs_checkpointing",
+        "swarmnode.stages.trainer.stage_model.needs_checkpointing",
         lambda *given: request.param == "one by one",
     )
     monkeypatch.setattr(
-        "swarmnode.stages.model.logits_tokens",
+        "swarmnode.stages.trainer.stage_model.logits_tokens",
         lambda *given: 2 if request.param == "in pieces" else 10**6,
     )
 
@@ -134,7 +134,7 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
 def test_logits_of_a_long_answer_are_computed_in_pieces(models, monkeypatch):
     """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold
     the last stage."""
-    monkeypatch.setattr("swarmnode.stages.model.logits_tokens", lambda *given: 40)
+    monkeypatch.setattr("swarmnode.stages.trainer.stage_model.logits_tokens", lambda *given: 40)
     last = chain(models["llama"], [2, 2])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)]), ([5, 6, 7], [9, 10])], 0)
     x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages import pipeline
-from swarmnode.stages.pipeline import Schedule
-from swarmnode.stages.wire import Fence, Participant, Place
+from swarmnode.stages.stage_frames import Fence, Participant, Place
+from swarmnode.stages.trainer import schedule_1f1b
+from swarmnode.stages.trainer.schedule_1f1b import Schedule
 
 
 def simulate(
@@ -103,7 +103,7 @@ def test_7b_step_over_home_lines_is_bandwidth_bound(monkeypatch):
         4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
     )[0]
     assert step(32) < 1.1 * 136
-    monkeypatch.setattr(pipeline, "IN_FLIGHT_FACTOR", 1)
+    monkeypatch.setattr(schedule_1f1b, "IN_FLIGHT_FACTOR", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
     assert step(5) > 1.6 * 136
 
@@ -197,9 +197,3 @@ def test_the_past_is_dropped(changed, reason):
     place = {"crew": b"c" * 16, "stage": 1, "step": 5, **changed}
     assert fence.check(Place(**place), 1, 5) == reason
     assert fence.dropped == ({reason: 1} if reason else {})
-
-
-def test_unknown_sender_is_dropped():
-    fence = Fence(Place(b"c" * 16, 1, 0), 3)
-    assert fence.check(Place(b"c" * 16, 0, 5), 0, 5) is None
-    assert fence.check(Place(b"c" * 16, 3, 5), 3, 5) == "stage"

@@ -1,6 +1,8 @@
 """`policy.devices` on machines without, with one, and with several GPUs; which of them are excluded
 or refused."""
 
+import resource
+
 import pytest
 import torch
 
@@ -113,3 +115,17 @@ def test_names_processes_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", missing)
     assert device.memory_users(0) == ""
+
+
+@pytest.mark.skipif(device.freed_bytes() == 0, reason="glibc only")
+def test_freed_memory_is_kept_and_counted_as_spare():
+    device.set_up(torch.device("cpu"))
+    tensors = lambda: [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
+    tensors()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        tensors()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    assert faults < 8 * 2**24 / 4096, "the pages of one round, were they mapped again"
+    cpu = torch.device("cpu")
+    assert device.spare_bytes(cpu) - device.free_bytes(cpu) > 8 * 2**23

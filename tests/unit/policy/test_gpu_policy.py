@@ -158,7 +158,7 @@ def test_packed_rows_are_run_as_one_batch(model_dir, kind):
         for prompt, lengths in [([5, 6, 7], [3, 40, 1, 9]), ([9] * 20, [17, 2, 30, 5])]
         for length in lengths
     ]
-    assert not policy.obstacles["packed"]
+    assert logprobs.takes_way(policy, "packed")
     batch = collate(rows, policy.pad_id, policy.device)
     chosen, _ = logprobs.logprobs_by("packed", policy, batch, 1.0)
     expected, _ = logprobs.logprobs_by(

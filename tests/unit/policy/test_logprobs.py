@@ -120,15 +120,27 @@ def test_head_gradient_is_accumulated_in_place():
     assert torch.allclose(together, head.weight.grad, atol=1e-5)
 
 
+def test_a_frozen_heads_gradient_in_pieces_equals_that_at_once():
+    torch.manual_seed(3)
+    head = nn.Linear(4, 50).requires_grad_(False)
+    tokens, factors = torch.arange(23), torch.linspace(-2, 1, 23)
+    found = []
+    for piece, frozen in ((100, False), (5, False), (5, True)):
+        outputs = torch.randn(23, 4, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        with Largest(50) as seen:
+            chosen, spread = logprobs.in_pieces(head, outputs, tokens, 0.7, piece, frozen)
+            (chosen * factors).sum().backward()
+        assert seen.rows == min(piece, 23)
+        assert not spread.requires_grad
+        found.append((chosen, spread, outputs.grad))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
 def test_entropy_carries_no_gradient(embedded):
     _, entropy = completion_logprobs(embedded, collate(ROWS, embedded.pad_id), 1.0)
     assert not entropy.requires_grad
-
-
-def test_scoring_carries_no_gradient_and_drops_padding(embedded):
-    values = score(embedded, ROWS, 1.0)
-    assert [len(v) for v in values] == [len(completion) for _, completion in ROWS]
-    assert all(x <= 0 for v in values for x in v)
 
 
 def test_model_without_logits_to_keep_gives_the_same(embedded, monkeypatch):
@@ -165,15 +177,6 @@ def test_prompt_is_computed_once_per_group(embedded, monkeypatch, passes):
     assert seen == (expected or [((1, 36), (1, 17))])
 
 
-def test_prompts_pad_left_and_completions_right():
-    batch = collate([([5, 9], [30, 1]), ([7], [40]), ([5, 9], [31])], 0)
-    assert batch.prompt_ids.tolist() == [[5, 9], [0, 7]]
-    assert batch.prompt_mask.tolist() == [[1, 1], [0, 1]]
-    assert batch.prompt_of.tolist() == [0, 1, 0]
-    assert batch.completion_ids.tolist() == [[30, 1], [40, 0], [31, 0]]
-    assert batch.completion_mask.tolist() == [[True, True], [True, False], [True, False]]
-
-
 @pytest.mark.parametrize("row", [([], [1]), ([1], [])])
 def test_an_empty_side_is_refused(row):
     with pytest.raises(ValueError, match="at least one token"):
@@ -188,43 +191,6 @@ def test_one_pass_is_for_short_rows_and_full_groups(embedded):
     lonely = [([5, 9, 20 + i], [30, 31, 1]) for i in range(20)]
     # each would be padded to eight completions
     assert not logprobs.fits_one_pass(embedded, batch(group + lonely))
-
-
-def test_rows_are_packed_where_their_lengths_are_unlike(embedded, policies):
-    batch = lambda lengths: collate(
-        [([5] * 20, [30] * length) for length in lengths], embedded.pad_id
-    )
-    assert not logprobs.fits_packed(embedded, batch([100] * 8))
-    assert logprobs.fits_packed(embedded, batch([10] * 7 + [100]))
-    assert not logprobs.fits_packed(policies["mistral"], batch([10] * 7 + [100])), (
-        "it has masks of its own"
-    )
-
-
-def test_packed_rows_are_bounded_and_complete():
-    rows = [([5] * 20, [30] * 400)] * 5 + [
-        ([6] * 20, [30] * 2000),
-        ([7] * 2000, [30]),
-        ([7] * 2000, [31]),
-        ([5] * 20, [30]),
-    ]
-    assert logprobs.packs(collate(rows, 0)) == [
-        (0, [0, 1]),
-        (0, [2, 3]),
-        (0, [4, 8]),
-        (1, [5]),
-        (2, [6]),
-        (2, [7]),
-    ]
-
-
-def test_too_long_packed_row_runs_alone(monkeypatch):
-    rows = [([5] * 20, [30] * 400), ([6] * 20, [30] * 2000), ([7] * 9, [30] * 3)]
-    batch = collate(rows, 0)
-    packs = logprobs.packs(batch)
-    assert logprobs._passes_of(packs, batch) == [[(0, [0])], [(1, [1])], [(2, [2])]]
-    monkeypatch.setattr(logprobs, "PACKED_TOGETHER", {"cpu"})
-    assert logprobs._passes_of(packs, batch) == [[(0, [0]), (2, [2])], [(1, [1])]]
 
 
 @pytest.mark.parametrize("lora", [0, 4])

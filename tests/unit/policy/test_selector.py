@@ -9,7 +9,6 @@ from structlog.testing import capture_logs
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
 from swarmnode.policy.engine.selector import (
     SHORT,
-    TRIALS,
     EngineChoice,
     EngineSelector,
     answered,
@@ -22,19 +21,11 @@ SAMPLE = GroupSample([1], [SampledCompletion([2, 3], [-0.5, -0.5], "x", "eos")])
 LONG = ["continuous"]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Scripted:
-    """An engine that answers everything in `seconds`, or raises `error`. Its tokens are two per
-    request."""
+    """An engine that answers everything, or raises `error`. Its tokens are two per request."""
 
-    def __init__(self, clock, seconds=1.0, error=None):
-        self.clock, self.seconds, self.error = clock, seconds, error
+    def __init__(self, error=None):
+        self.error = error
         self.requests, self.steps, self.tokens = [], 0, 0
 
     def submit(self, request):
@@ -48,7 +39,6 @@ class Scripted:
             raise self.error
         if not self.requests:
             return []
-        self.clock.now += self.seconds
         self.steps += 1
         self.tokens += 2 * len(self.requests)
         done, self.requests = [FinishedRequest(r.number, SAMPLE) for r in self.requests], []
@@ -65,12 +55,7 @@ class Scripted:
         return GenerationStatistics(self.steps, self.tokens, len(self.requests))
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-def selector(clock, engines, choice=None):
+def selector(engines):
     """(selector, kinds): the engines are built in turn, of the kinds that are noted."""
     made, kinds = iter(engines), []
 
@@ -78,7 +63,7 @@ def selector(clock, engines, choice=None):
         kinds.append(kind)
         return next(made)
 
-    return EngineSelector(choice or EngineChoice.of(LONG, 500, ""), build, clock), kinds
+    return EngineSelector(EngineChoice.of(LONG, 500, ""), build), kinds
 
 
 def asked(engine, numbers=(1, 2)):
@@ -94,42 +79,19 @@ def asked(engine, numbers=(1, 2)):
         (["continuous"], 8, "", "continuous", "configured"),
         (["continuous"], 500, "sliding", "lockstep", "sliding"),
         ([], SHORT, "", "lockstep", "at most 32 tokens"),
+        ([], SHORT + 1, "", "continuous", "more than 32 tokens"),
     ],
 )
-def test_obvious_choices_need_no_measurement(options, longest, obstacle, kind, reason):
+def test_engine_follows_from_settings_and_model(options, longest, obstacle, kind, reason):
     choice = EngineChoice.of(options, longest, obstacle)
-    assert (choice.kind, choice.trials) == (kind, [])
+    assert choice.kind == kind
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
-)
-def test_selects_the_faster_engine_and_logs_the_reason(clock, lockstep, continuous, chosen):
-    seconds = [lockstep, continuous] * TRIALS
-    seconds[0] *= 10  # warming up
-    engine, kinds = selector(
-        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], EngineChoice.of([], 500, "")
-    )
-    with capture_logs() as said:
-        for _ in range(2 * TRIALS):
-            assert engine.ahead(8) == 0, "trials sample whole steps only"
-            assert len(asked(engine).finished(0)) == 2
-    assert engine.choice.kind == kinds[-1] == chosen
-    assert engine.choice.trials == []
-    assert engine.ahead(8) == 3
-    (line,) = [entry for entry in said if entry["event"] == "engine"]
-    assert line["engine"] == chosen
-    assert (
-        line["reason"]
-        == f"continuous {4 / continuous:.0f} tokens/s, lockstep {4 / lockstep:.0f} tokens/s"
-    )
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, AttributeError, IndexError])
-def test_lockstep_answers_the_requests_of_a_failed_engine(clock, kind):
-    failed = Scripted(clock, error=kind("device-side assert\nmore of it"))
-    engine, kinds = selector(clock, [failed, Scripted(clock)])
+def test_lockstep_answers_the_requests_of_a_failed_engine(kind):
+    failed = Scripted(error=kind("device-side assert\nmore of it"))
+    engine, kinds = selector([failed, Scripted()])
     asked(engine)
     with capture_logs() as said:
         assert engine.finished(0) == []
@@ -139,16 +101,16 @@ def test_lockstep_answers_the_requests_of_a_failed_engine(clock, kind):
     assert (line["detail"], line["resubmitted"]) == ("device-side assert", 2)
 
 
-def test_an_error_of_lockstep_is_raised(clock):
-    lockstep = Scripted(clock, error=RuntimeError("still broken"))
-    engine, _ = selector(clock, [Scripted(clock, error=RuntimeError("broken")), lockstep])
+def test_an_error_of_lockstep_is_raised():
+    lockstep = Scripted(error=RuntimeError("still broken"))
+    engine, _ = selector([Scripted(error=RuntimeError("broken")), lockstep])
     assert asked(engine).finished(0) == []
     with pytest.raises(RuntimeError, match="still broken"):
         engine.finished(0)
 
 
-def test_out_of_memory_does_not_replace_the_engine(clock):
-    engine, kinds = selector(clock, [Scripted(clock, error=torch.OutOfMemoryError("memory"))])
+def test_out_of_memory_does_not_replace_the_engine():
+    engine, kinds = selector([Scripted(error=torch.OutOfMemoryError("memory"))])
     with pytest.raises(torch.OutOfMemoryError):
         asked(engine).finished(0)
     assert (engine.failures, kinds) == (0, LONG)

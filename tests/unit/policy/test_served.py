@@ -1,12 +1,10 @@
 """The engine that samples with a server: against a stand-in by default, and against vLLM with
 `pytest -m engine`."""
 
-import json
-import math
 import socket
 import threading
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from importlib import resources
 
 import pytest
 import torch
@@ -14,21 +12,23 @@ from structlog.testing import capture_logs
 
 from swarmnode.config import LoraSettings, PolicyConfig, ServerSettings
 from swarmnode.doctor import probes
+from swarmnode.gguf import SMOLLM2
+from swarmnode.policy.convert import local_copy
 from swarmnode.policy.engine import served as served_module
-from swarmnode.policy.engine import servers
+from swarmnode.policy.engine import vllm as vllm_module
 from swarmnode.policy.engine.client import JsonClient, ServerFailed
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.engine.selector import select_engine
-from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
+from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst, TextCheck
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import make_server
-from swarmnode.policy.generate import Sampling
-from swarmnode.policy.load import load_policy
+from swarmnode.policy.engine.vllm import VllmServer
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from tests.support.served import real, standin
 from tests.support.served.standin import ANSWER_FAULTS, StandIn, wait_until
-from tests.support.served.wide import widen
+from tests.support.served.untied import untie
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(900)
@@ -36,7 +36,7 @@ PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12"]
 BOUND = 1e-4
 """Difference in nats between a server's log-probabilities and those of training, in float32."""
 ENGINE = pytest.param("vLLM", marks=pytest.mark.engine)
-PLACES = ["stand-in", "stand-in of SGLang", ENGINE]
+PLACES = ["stand-in", ENGINE]
 
 
 class Clock:
@@ -49,14 +49,17 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return widen(tmp_path_factory.mktemp("wide") / "policy")
+@dataclass
+class Place:
+    """A server that samples from the base of the policies."""
+
+    url: str
+    policies: dict[int, Policy]
+    """The policy by the rank of its adapter; 0 has none."""
+    stand_in: StandIn | None = None
 
 
-@pytest.fixture(scope="module")
-def loaded(directory):
-    """Return rank → the policy as loaded from disk."""
+def load(directory):
     return {
         rank: load_policy(
             PolicyConfig(model=str(directory), devices="cpu", lora=LoraSettings(r=rank))
@@ -66,28 +69,30 @@ def loaded(directory):
 
 
 @pytest.fixture(scope="module")
-def vllm(directory, tmp_path_factory):
+def loaded():
+    return load(resources.files("swarmnode.policy") / "embedded")
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """Yield a real server of SmolLM2, and its directory."""
     if not real.python():
         pytest.skip(f"{real.VARIABLE} names no Python with vLLM: tests/support/served/install.sh")
-    if real.python().startswith("http"):  # one that runs already, with an adapter's flags
-        yield real.python()
-        return
-    with real.running(directory, tmp_path_factory.mktemp("vllm") / "log.txt") as url:
-        yield url
+    directory = untie(local_copy(SMOLLM2), tmp_path_factory.mktemp("smollm2"))
+    with real.running(str(directory), tmp_path_factory.mktemp("vllm") / "log.txt") as url:
+        yield Place(url, load(directory)), directory
 
 
 @pytest.fixture(params=PLACES)
-def place(request, loaded, directory):
-    """Yield (settings of a server that samples from the base, the server)."""
+def place(request, loaded):
     if request.param == "vLLM":
-        settings = ServerSettings(url=request.getfixturevalue("vllm"))
+        place, directory = request.getfixturevalue("vllm")
         base = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        JsonClient(settings.url).order("/collective_rpc", base, 60)
-        yield settings, None
+        JsonClient(place.url).order("/collective_rpc", base, 60)
+        yield place
         return
-    kind = "sglang" if "SGLang" in request.param else "vllm"
-    with StandIn(loaded[4].clone(), kind) as server:
-        yield ServerSettings(url=server.url, kind=kind), server
+    with StandIn(loaded[4].clone()) as server:
+        yield Place(server.url, loaded, server)
 
 
 @pytest.fixture
@@ -96,13 +101,13 @@ def stand_in(loaded):
         yield server
 
 
-def connected(settings, policy, directory):
-    server = make_server(settings, policy.lora_rank > 0)
+def connected(url, policy, directory):
+    server = VllmServer(url, policy.lora_rank > 0)
     return server, ServedWeights(server, policy, directory, lambda: None)
 
 
-def engine_of(settings, policy, directory, sampling, rng=None, clock=None):
-    server, weights = connected(settings, policy, directory)
+def engine_of(url, policy, directory, sampling, rng=None, clock=None):
+    server, weights = connected(url, policy, directory)
     return Served(server, weights, policy, sampling, lambda: None, rng, clock or Clock())
 
 
@@ -143,11 +148,9 @@ def furthest(policy, samples, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_log_probabilities_are_those_that_training_computes(
-    place, loaded, tmp_path, temperature
-):
-    policy = loaded[0].clone()
-    engine = engine_of(place[0], policy, tmp_path, Sampling(4, 24, temperature))
+def test_recorded_log_probabilities_are_those_that_training_computes(place, tmp_path, temperature):
+    policy = place.policies[0].clone()
+    engine = engine_of(place.url, policy, tmp_path, Sampling(4, 24, temperature))
     samples = drained(submitted(engine), version=7)
     assert [sample.prompt_ids for sample in samples] == [policy.encode_prompt(p) for p in PROMPTS]
     assert furthest(policy, samples, temperature) < BOUND
@@ -160,9 +163,9 @@ def test_recorded_log_probabilities_are_those_that_training_computes(
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
-    policy = loaded[rank].clone()
-    engine = engine_of(place[0], policy, tmp_path, Sampling(4, 24))
+def test_the_server_follows_every_update(place, tmp_path, rank):
+    policy = place.policies[rank].clone()
+    engine = engine_of(place.url, policy, tmp_path, Sampling(4, 24))
     for version in range(3):
         samples = drained(submitted(engine), version)
         assert furthest(policy, samples, 1.0) < BOUND
@@ -175,13 +178,12 @@ def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
-    settings, server = place
-    policy = loaded[rank].clone()
+def test_request_continues_across_an_update(place, tmp_path, rank):
+    policy = place.policies[rank].clone()
     policy = replace(policy, unused_ids=policy.eos_ids)  # no completion ends early
-    engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
-    if server is not None:
-        server.hold_at = 3
+    engine = engine_of(place.url, policy, tmp_path, Sampling(8, 200, 2.0))
+    if place.stand_in is not None:
+        place.stand_in.hold_at = 3
     for attempt in range(
         1, 12
     ):  # a real server may not have started the request, or may have finished it
@@ -194,9 +196,6 @@ def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
         (sample,) = drained(engine, version)
         versions = [c.versions for c in sample.completions]
         assert all(each == sorted(each) for each in versions)
-        if settings.kind == "sglang" and rank:
-            assert {v for each in versions for v in each} == {1}, "no adapter is replaced in place"
-            break
         if any(len(set(each)) == 2 and each[-1] == version for each in versions):
             break
     else:
@@ -205,17 +204,17 @@ def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
     engine.close()
 
 
-def test_an_id_without_a_token_is_never_sampled(place, loaded, tmp_path):
-    policy = replace(loaded[0].clone(), unused_ids=frozenset(range(20, 100)))
-    engine = engine_of(place[0], policy, tmp_path, Sampling(8, 24, 2.0))
+def test_an_id_without_a_token_is_never_sampled(place, tmp_path):
+    policy = replace(place.policies[0].clone(), unused_ids=frozenset(range(20, 100)))
+    engine = engine_of(place.url, policy, tmp_path, Sampling(8, 24, 2.0))
     samples = drained(submitted(engine))
     assert furthest(policy, samples, 2.0) < BOUND
     engine.close()
 
 
-def test_a_seed_makes_an_evaluation_repeatable(place, loaded, tmp_path):
-    policy = loaded[0].clone()
-    server, weights = connected(place[0], policy, tmp_path)
+def test_a_seed_makes_an_evaluation_repeatable(place, tmp_path):
+    policy = place.policies[0].clone()
+    server, weights = connected(place.url, policy, tmp_path)
     found = []
     for _ in range(2):
         rng = policy.random_generator(5)
@@ -225,30 +224,33 @@ def test_a_seed_makes_an_evaluation_repeatable(place, loaded, tmp_path):
     assert found[0] == found[1]
 
 
-def test_server_with_another_base_is_not_used(place, loaded, tmp_path):
-    settings, _ = place
-    other = loaded[0].clone()
+def test_an_evaluation_of_64_prompts_is_sampled(place, tmp_path):
+    """Together they exceed the 2,048 tokens that vLLM prefills at a time by default."""
+    policy = place.policies[0].clone()
+    prompts = [f"What is {number} + {number}? " * 6 for number in range(64)]
+    rng = policy.random_generator(5)
+    engine = engine_of(place.url, policy, tmp_path, Sampling(1, 8), rng)
+    samples = drained(submitted(engine, prompts), None)
+    assert sum(len(sample.prompt_ids) for sample in samples) > 2048
+    assert len(samples) == len(prompts)
+    engine.close()
+
+
+def test_server_with_another_base_is_not_used(place, tmp_path):
+    other = place.policies[0].clone()
     move(other, 0.05)
-    connected(settings, other, tmp_path / "other")
+    connected(place.url, other, tmp_path / "other")
     with pytest.raises(ServerFailed, match="other weights"):
-        connected(settings, loaded[4].clone(), tmp_path)
+        connected(place.url, place.policies[4].clone(), tmp_path)
 
 
 def test_the_doctor_reads_what_a_server_says_of_itself(place):
-    settings, _ = place
-    facts = probes.server(settings, True)
+    facts = probes.server(ServerSettings(url=place.url), True)
     assert (facts.error, facts.dtype) == ("", "float32")
-    assert facts.version in ("0.32.0", "0.5.23")
-    assert facts.context == 256
+    assert facts.version == "0.32.0"
+    assert 256 <= facts.context <= place.policies[0].context
     assert facts.lora_rank >= 8
-    assert facts.logprobs == ("" if settings.kind == "sglang" else "processed_logprobs")
-
-
-def test_the_doctor_says_that_no_server_answers():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    assert "refused" in probes.server(ServerSettings(url=url), False).error
+    assert facts.logprobs == "processed_logprobs"
 
 
 # ---- faults of a server --------------------------------------------------------------------------
@@ -262,8 +264,7 @@ def first(stand_in, loaded, tmp_path):
 
 def server_first(stand_in, policy, directory):
     sampling = Sampling(2, 8)
-    clock, settings = Clock(), ServerSettings(url=stand_in.url, kind=stand_in.kind)
-    server = make_server(settings, policy.lora_rank > 0)
+    clock, server = Clock(), VllmServer(stand_in.url, policy.lora_rank > 0)
     engine = ServerFirst(
         server,
         lambda: ServedWeights(server, policy, directory, lambda: None),
@@ -304,6 +305,28 @@ def test_invalid_answers_are_not_trained_on(first, fault):
     drained(submitted(engine))
     assert engine.kind() == "served"
     assert (engine.server().state, engine.server().version) == ("sampling", "0.32.0")
+
+
+@pytest.mark.parametrize(("share", "caught"), [(0.0, False), (0.1, True)])
+def test_a_mark_in_every_tenth_answer_is_detected(loaded, share, caught):
+    policy, sampling = loaded[4].clone(), Sampling(8, 16)
+    check, rng = TextCheck(policy, 1.0), policy.random_generator(1)
+    mark = policy.encode_prompt("7")[-1:] * 8
+
+    def serve():
+        for step in range(48):
+            samples = generate(policy, PROMPTS, sampling, rng)
+            for group in samples:
+                for number, completion in enumerate(group.completions):
+                    if (step + number) % 10 < 10 * share:
+                        completion.ids[-1:] = mark
+                check(group)
+
+    if caught:
+        with pytest.raises(ServerFailed, match="would not have sampled"):
+            serve()
+    else:
+        serve()
 
 
 @pytest.mark.parametrize("fault", ["ignores_weights", "ignores_adapter", "other_model"])
@@ -376,14 +399,15 @@ def test_wait_for_a_silent_server_is_bounded(first):
     clock.step = served_module.HEALTH_SECONDS + 1
     assert engine.finished(0) == []
     assert stand_in.asked.count("/health") == 1, "a health check is sent"
+    clock.step = served_module.SILENCE_SECONDS
     with capture_logs() as said:
         assert len(drained(engine)) == 3
     assert [line["reason"] for line in took_over(said)] == ["timeout"]
-    assert "no completion in 61 seconds" in took_over(said)[0]["detail"]
+    assert "no completion in 301 seconds" in took_over(said)[0]["detail"]
 
 
 def test_retries_of_an_absent_server_back_off(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(servers, "ABOUT_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_module, "ABOUT_SECONDS", 0.1)
     with standin.raw_server() as url:
         stand_in = StandIn(loaded[0].clone())
         stand_in.url = url
@@ -421,7 +445,7 @@ def test_a_question_that_was_cancelled_is_not_answered(first):
 def test_an_answer_of_another_trainers_version_is_refused(first, loaded, tmp_path):
     engine, _, _, stand_in = first
     drained(submitted(engine))
-    connected(ServerSettings(url=stand_in.url), loaded[4].clone(), tmp_path / "rival")
+    connected(stand_in.url, loaded[4].clone(), tmp_path / "rival")
     with capture_logs() as said:
         drained(submitted(engine))
     assert [line["reason"] for line in took_over(said)] == ["version"]
@@ -477,13 +501,9 @@ def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):
     ("url", "wrong"),
     [
         ("http://8.8.8.8:8000", "public address"),
-        ("http://[2001:4860::1]:8000", "public address"),
         ("http://[::ffff:8.8.8.8]:8000", "public address"),
         ("http://127.0.0.1:8000/v1", "not of the form"),
         ("http://me:secret@127.0.0.1:8000", "not of the form"),
-        ("ftp://127.0.0.1", "not of the form"),
-        ("127.0.0.1:8000", "not of the form"),
-        ("http://127.0.0.1:99999", "not of the form"),
     ],
 )
 def test_a_url_that_is_public_or_none_is_refused(url, wrong):
@@ -495,55 +515,9 @@ def test_a_url_that_is_public_or_none_is_refused(url, wrong):
     "url",
     [
         "http://127.0.0.1:8000",
-        "http://localhost:8000/",
         "http://192.168.1.7:8000",
-        "http://[fe80::1]:8000",
         "https://gpu-box:8000",
-        "http://100.101.102.103:8000",
     ],
 )
 def test_a_url_of_this_machine_or_network_is_taken(url):
     assert ServerSettings(url=url).url == url
-
-
-# ---- the stand-in itself -------------------------------------------------------------------------
-
-
-def shape(value):
-    """Return the types of a JSON value, recursively."""
-    if isinstance(value, dict):
-        return {key: shape(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [shape(value[-1])] if value else []
-    return type(value).__name__ if not isinstance(value, float) else "number"
-
-
-def test_stand_in_matches_recorded_responses(stand_in):
-    """Every key that the stand-in sends exists in vLLM's answer, with a value of the same type."""
-    recorded = json.loads((Path(standin.__file__).parent / "recorded.json").read_text())
-    compared = 0
-    for exchange in recorded:
-        if exchange["status"] != 200 or exchange["target"] == "/collective_rpc":
-            continue
-        body = exchange["request"]
-        if body and "sampling_params" in body:
-            body["sampling_params"].setdefault("stop_token_ids", [1])
-        made = stand_in._handle(exchange["target"], body)
-        theirs = shape(exchange["answer"])
-        for key, mine in shape(made).items() if isinstance(made, dict) else ():
-            if mine in ([], "NoneType"):
-                continue
-            compared += 1
-            assert within(mine, theirs[key]), (exchange["target"], key, mine, theirs[key])
-    assert compared > 10
-    assert math.isfinite(compared)
-
-
-def within(mine, theirs):
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        if all(key.isdecimal() for key in mine):  # tokens
-            return within(next(iter(mine.values())), next(iter(theirs.values())))
-        return all(key in theirs and within(each, theirs[key]) for key, each in mine.items())
-    if isinstance(mine, list) and isinstance(theirs, list):
-        return not mine or not theirs or within(mine[0], theirs[0])
-    return mine == theirs or "NoneType" in (mine, theirs)

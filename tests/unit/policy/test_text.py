@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from swarmnode.policy.text import SAMPLE_TEXT, PolicyText
-from swarmnode.rollouts.admission import LONGEST_FACTOR
+from swarmnode.rollouts.network.admission import LONGEST_FACTOR
 
 PROSE = (
     "To find how many red apples there are, we take the 24 apples that were bought and leave out"

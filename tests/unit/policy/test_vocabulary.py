@@ -23,7 +23,7 @@ from swarmnode.policy.logprobs import (
     takes_way,
 )
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from tests.support.split_models import split_model
 
 PROMPTS = ["3 + 4?", "Add 12 to 30, please."]

@@ -9,11 +9,12 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.logprobs import token_logprobs
-from swarmnode.stages import trainer
-from swarmnode.stages.model import LearnRow
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings, read_work, run_one, trained
-from swarmnode.stages.trainer import AverageProbe, _with_tensors
+from swarmnode.stages.trainer import stage_averaging
+from swarmnode.stages.trainer.local_stage import run_one
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.stage_averaging import AverageProbe, _with_tensors
+from swarmnode.stages.trainer.stage_batches import LearnRow
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings, read_work, trained
 from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = WorkerSettings("float32")
@@ -161,27 +162,10 @@ async def test_no_verdict_without_the_later_stages(fleet):
         assert await verdict(one, 1, mine, mean) is None
 
 
-async def test_verdict_uses_as_few_micro_batches_as_it_needs(fleet, monkeypatch):
-    one, asked = fleet(), []
-    async with one.up() as crew:
-        await learn(crew, 1)
-        inputs = one.peers[1].stage.recorder.inputs
-        inputs.extend([inputs[-1]] * 4)  # eight better completions in each
-        run_at = one.peers[1].fetch.run_at
-
-        async def counted(stage, edge, tokens, x):
-            asked.append(stage)
-            return await run_at(stage, edge, tokens, x)
-
-        monkeypatch.setattr(one.peers[1].fetch, "run_at", counted)
-        assert await verdict(one, 1, *tensors(one.stations[1]))
-    assert asked == [2, 3] * 4  # two micro-batches, with either
-
-
 async def test_deadline_of_a_verdict_grows_with_the_steps(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
-    monkeypatch.setattr(trainer, "VERDICT_SECONDS", (0.2, 3.0))
+    monkeypatch.setattr(stage_averaging, "VERDICT_SECONDS", (0.2, 3.0))
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -206,7 +190,7 @@ async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
         def full(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(trainer, "_with_tensors", full)
+        monkeypatch.setattr(stage_averaging, "_with_tensors", full)
         assert await verdict(one, 1, mine, mean) is None
         monkeypatch.undo()
         assert await verdict(one, 1, mine, mean)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swarmnode.errors import BadMessage, StateError
-from swarmnode.stages import recovery
-from swarmnode.stages.model import LrScale
-from swarmnode.stages.recovery import (
+from swarmnode.stages.state_messages import state_bytes
+from swarmnode.stages.trainer import stage_checkpoints
+from swarmnode.stages.trainer.stage_checkpoints import (
     Checkpoint,
     CheckpointIdentity,
     CheckpointMetadata,
@@ -28,7 +28,7 @@ from swarmnode.stages.recovery import (
     find_checkpoints,
     read_checkpoint,
 )
-from swarmnode.stages.wire import state_bytes
+from swarmnode.stages.trainer.stage_model import LrScale
 from swarmnode.weights.layout import make_layout
 
 LAYOUT = make_layout([("a", (3, 4), "float32"), ("b", (5,), "float32")])
@@ -102,6 +102,10 @@ def test_bytes_that_are_no_state_are_refused(form):
     broken[-2:] = b"\xff\xff"  # NaN in both formats
     with pytest.raises(BadMessage, match="not_finite"):
         decode_state(as_tensor(broken), LAYOUT, form, 1, 0.0)
+    huge = state_of(1)
+    huge.weights["a"].view(-1)[0] = 1e38
+    with pytest.raises(BadMessage, match="bounds"):
+        decode_state(as_tensor(encode_state(huge, LAYOUT, form)), LAYOUT, form, 1, 0.0)
     if form == "full":
         state = state_of(1)
         negative = StageState(1, state.weights, {}, {"a": -state.second["a"]}, {"a": 1.0})
@@ -157,13 +161,13 @@ def test_damaged_file_is_deleted_when_it_is_read(store, tmp_path, damage):
 
 def test_full_disk_keeps_the_old_checkpoint_and_is_logged(store, tmp_path, monkeypatch):
     store.write(checkpoint(3))
-    save = recovery.save_file
+    save = stage_checkpoints.save_file
 
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recovery, "save_file", full)
+    monkeypatch.setattr(stage_checkpoints, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         store.write(checkpoint(4))
     assert store.write_soon(checkpoint(5))
@@ -171,7 +175,7 @@ def test_full_disk_keeps_the_old_checkpoint_and_is_logged(store, tmp_path, monke
     assert "No space" in store.error
     assert [path.name for path in tmp_path.rglob("*.*")] == ["1-3.safetensors"]
     assert store.read(1).metadata.step == 3
-    monkeypatch.setattr(recovery, "save_file", save)
+    monkeypatch.setattr(stage_checkpoints, "save_file", save)
     store.write_soon(checkpoint(6))
     store.flush()
     assert store.error is None
@@ -179,9 +183,9 @@ def test_full_disk_keeps_the_old_checkpoint_and_is_logged(store, tmp_path, monke
 
 
 def test_busy_disk_skips_a_checkpoint(store, monkeypatch):
-    save, go = recovery.save_file, threading.Event()
+    save, go = stage_checkpoints.save_file, threading.Event()
     monkeypatch.setattr(
-        recovery, "save_file", lambda *args, **keys: (go.wait(10), save(*args, **keys))
+        stage_checkpoints, "save_file", lambda *args, **keys: (go.wait(10), save(*args, **keys))
     )
     assert store.write_soon(checkpoint(1))
     assert store.busy

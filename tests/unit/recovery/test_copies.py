@@ -11,15 +11,15 @@ from swarmnode.errors import BadMessage
 from swarmnode.policy import quantised as quantised_module
 from swarmnode.policy.load import LORA_MODULES
 from swarmnode.policy.quantised import Int8Matrix, build_quantised, quantise
-from swarmnode.stages.model import add_adapter
-from swarmnode.stages.policy_copy import (
+from swarmnode.stages.trainer.copy_codec import (
     copied_layout,
     copy_bytes,
     decode_copy,
     encode_copy,
     install_copy,
 )
-from swarmnode.stages.recovery import trained_layout
+from swarmnode.stages.trainer.stage_checkpoints import trained_layout
+from swarmnode.stages.trainer.stage_model import add_adapter
 from tests.support.split_models import split_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8, 40]])
@@ -101,7 +101,7 @@ def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
     assert max(most) <= max(block, 50), "or one row"
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3"])
 def test_copy_is_close_to_its_stages(models, kind):
     model = copy.deepcopy(models[kind])
     base, ours = base_of(model), quantised(model)

@@ -10,14 +10,14 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import swarmnode.policy
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from swarmnode.trainer import state
-from swarmnode.trainer.export import find_copies
+from swarmnode.weights.trainer.lora import freeze_a
 from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
@@ -45,10 +45,11 @@ def fleet(models, base, tmp_path):
         model = copy.deepcopy(models["llama"])
         if lora:
             model = get_peft_model(model, lora_settings(policy_of(base, lora)))
+            freeze_a(dict(model.named_parameters()))
         chosen = RecoverySettings(
             checkpoint_every=2, seconds=30.0, full_bytes=full_bytes, **settings
         )
-        owner = state.owner(fingerprint(base), lora)
+        owner = state.owner(fingerprint(base), state.adapter_shape(LoraSettings(r=lora)))
         one = Fleet(
             model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
         )
@@ -126,15 +127,6 @@ async def test_export_names_the_missing_stages(fleet, base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-async def test_three_stages_are_all_ring_neighbours(fleet, base, tmp_path):
-    crew = fleet(keepers=(), layers=(1, 2, 1))
-    await train(crew, 2)
-    export(config_of(crew, base, 2), tmp_path / "out", merge=False)
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(whole(crew))
-    )
-
-
 async def test_small_checkpoints_are_exported_as_they_are(fleet, base, tmp_path):
     crew = fleet(full_bytes=1, layers=(1, 1, 1, 1), keepers=(0, 1))
     await train(crew, 6)
@@ -170,7 +162,3 @@ async def test_copies_of_another_model_and_damaged_ones_are_refused(fleet, base,
     with pytest.raises(StateError, match="damaged"):
         export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))] == []
-
-
-def test_export_without_checkpoints_finds_none(tmp_path):
-    assert find_copies(tmp_path) is None

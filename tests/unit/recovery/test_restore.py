@@ -1,6 +1,7 @@
 """A killed member restores its stage from each source, and the crew continues."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,15 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import (
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.restore import base_adapter_reader
+from swarmnode.stages.trainer.stage_checkpoints import (
     CHECKPOINTS,
     RecoverySettings,
-    base_adapter_reader,
     host_copy,
     trained,
 )
+from swarmnode.weights.trainer.lora import freeze_a
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
@@ -118,9 +120,7 @@ def source(fleet, stage):
     return fleet.restored[stage].source.name
 
 
-@pytest.mark.parametrize(
-    ("stages", "lost", "kind"), [(2, 0, "llama"), (3, 2, "llama-tied"), (4, 3, "qwen2")]
-)
+@pytest.mark.parametrize(("stages", "lost", "kind"), [(3, 2, "llama-tied"), (4, 3, "qwen2")])
 async def test_restarted_node_with_its_disk_continues_exactly(fleet, stages, lost, kind):
     expected = await unfailed(fleet, 5, stages=stages, kind=kind)
     mine = fleet(stages, kind)
@@ -148,16 +148,22 @@ async def test_own_checkpoint_is_current_only_within_one_step(fleet):
         assert not mine.restored[1].source.usable, "it has steps that the crew has not taken"
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3])
-async def test_stage_is_restored_exactly_from_a_neighbour(fleet, lost):
-    expected = await unfailed(fleet, 5)
+@pytest.mark.parametrize(("every", "found"), [(20, ("checkpoint", 1)), (1, ("neighbour", 3))])
+async def test_an_own_checkpoint_comes_before_a_newer_one_of_a_member(fleet, every, found):
     mine = fleet()
-    assert apart(await lose_and_continue(mine, [lost]), expected) == 0
-    assert source(mine, lost) == "neighbour"
-    assert mine.restored[lost].source.step == 3
+    await train(mine, 1)
+    station = mine.stations[1]
+    path = station.directory / CHECKPOINTS / mine.identity.path(1)
+    old = path.read_bytes()
+    await train(mine, 2)
+    path.write_bytes(old)
+    mine.settings = replace(mine.settings, checkpoint_every=every)
+    mine.kill(1, disk=True)
+    async with mine.up(step=3):
+        assert (source(mine, 1), mine.restored[1].source.step) == found
 
 
-@pytest.mark.parametrize("lost", [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
+@pytest.mark.parametrize("lost", [[0, 1], [0, 3], [1, 3]])
 async def test_any_two_members_of_four_come_back(fleet, lost):
     expected = await unfailed(fleet, 5)
     mine = fleet()
@@ -165,7 +171,7 @@ async def test_any_two_members_of_four_come_back(fleet, lost):
     assert {source(mine, stage) for stage in lost} == {"neighbour"}
 
 
-@pytest.mark.parametrize("lost", [[0], [1], [0, 1], [0, 2]])
+@pytest.mark.parametrize("lost", [[1], [0, 2]])
 async def test_tied_embeddings_stay_one_tensor(fleet, lost):
     mine = fleet(3, "llama-tied")
     weights = await lose_and_continue(mine, lost)
@@ -201,12 +207,6 @@ async def test_small_checkpoint_is_rounded_and_its_rate_warms_up(fleet):
         assert restored.loaded.lr_scale.warmup == 10
         for name, tensor in restored.loaded.state.weights.items():
             assert torch.equal(tensor, before[f"1 {name}"].bfloat16().float())
-
-
-async def test_a_copy_that_is_some_steps_old_serves(fleet):
-    mine = fleet(settings={"checkpoint_every": 2})
-    await lose_and_continue(mine, [2])
-    assert mine.restored[2].source.step == 2
 
 
 async def test_a_damaged_file_costs_one_source(fleet):
@@ -266,7 +266,12 @@ async def test_source_with_non_finite_weights_is_skipped(fleet):
 async def test_adapter_is_restored_from_a_neighbour_or_untrained(fleet, models):
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = lambda: get_peft_model(copy.deepcopy(models["llama"]), lora)
+
+    def adapted():
+        model = get_peft_model(copy.deepcopy(models["llama"]), lora)
+        freeze_a(dict(model.named_parameters()))
+        return model
+
     mine = fleet(model=adapted(), name="adapter")
     await train(mine, 3)
     before = mine.weights()
@@ -293,7 +298,7 @@ async def test_adapter_is_restored_from_a_neighbour_or_untrained(fleet, models):
         assert source(alone, 1) == "base"
 
 
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("lost", [1])
 async def test_checkfree_averages_the_neighbours(fleet, lost):
     mine = fleet(settings={"mode": "checkfree"})
     await train(mine, 3)
@@ -323,7 +328,7 @@ async def test_checkfree_restores_an_end_from_a_checkpoint(fleet):
     assert 1 not in checkpoints_in(mine, 0)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize("lost", [0, 1])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
     crew = WorkerSettings("float32", swapped=True)
     mine = fleet(settings={"mode": "checkfree+"}, crew=crew)

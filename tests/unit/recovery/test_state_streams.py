@@ -9,25 +9,40 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import Incompatible, PeerError, PeerTimeout
-from swarmnode.stages import recovery, wire
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
-from swarmnode.stages.policy_copy import copied_layout, decode_copy
-from swarmnode.stages.recovery import (
+from swarmnode.stages.stage_frames import Fence, FrameLimits, Place, activation_bytes
+from swarmnode.stages.state_messages import (
+    AnnounceMessage,
+    AskMessage,
+    ChunkMessage,
+    HaveMessage,
+    LackMessage,
+    RunMessage,
+    StoredMessage,
+    WantMessage,
+    hash_body,
+    pack_state,
+    read_state,
+)
+from swarmnode.stages.trainer import state_exchange
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.local_stage import LocalStage, PartialBody
+from swarmnode.stages.trainer.pipeline import StageWorker, WorkerSettings
+from swarmnode.stages.trainer.stage_checkpoints import (
     CheckpointIdentity,
     CheckpointStore,
-    LocalStage,
-    PartialBody,
     Recorder,
     RecoverySettings,
+    StageInput,
     StageState,
-    StateExchange,
+    as_tensor,
+    decode_state,
     encode_state,
     host_copy,
     stage_layouts,
     trained,
 )
-from swarmnode.stages.wire import Fence, FrameLimits, Place, hash_body
+from swarmnode.stages.trainer.stage_model import StageRuntime
+from swarmnode.stages.trainer.state_exchange import MAX_BAD_MESSAGES, StateExchange
 from tests.support.crew import run_inline
 from tests.support.split_models import split_model
 
@@ -92,13 +107,13 @@ class Member:
         return encode_state(state, self.layouts[stage], "full")
 
     async def send(self, stage, message, body=b""):
-        await self.ends[stage].send_all(wire.pack_state(message, body))
+        await self.ends[stage].send_all(pack_state(message, body))
         await quiet()
 
     async def answer(self, stage):
         """The next message that is sent to `stage`, and its body."""
         with trio.fail_after(30):
-            message, body = await wire.read_state(self.ends[stage], LIMITS)
+            message, body = await read_state(self.ends[stage], LIMITS)
         return message if not body else (message, body)
 
     async def whole(self, stage):
@@ -109,22 +124,20 @@ class Member:
         return have, bytes(body)
 
     def want(self, stage, what, of, at=0, root=b"", request=7):
-        return wire.WantMessage(self.place(stage), request, what, of, at, root)
+        return WantMessage(self.place(stage), request, what, of, at, root)
 
     async def give(self, stage, request, what, body, **more):
         """Send a body from `at` on, with a header that may be wrong."""
         at = more.pop("at", 0)
         fields = {"step": 9, "size": len(body), "root": hash_body(body), **more}
-        await self.send(stage, wire.HaveMessage(self.place(stage), request, what, **fields))
-        for start in range(at, len(body), wire.CHUNK_BYTES):
-            part = bytes(body[start : start + wire.CHUNK_BYTES])
-            await self.send(
-                stage, wire.ChunkMessage(self.place(stage), request, start, len(part)), part
-            )
+        await self.send(stage, HaveMessage(self.place(stage), request, what, **fields))
+        for start in range(at, len(body), state_exchange.CHUNK_BYTES):
+            part = bytes(body[start : start + state_exchange.CHUNK_BYTES])
+            await self.send(stage, ChunkMessage(self.place(stage), request, start, len(part)), part)
 
     async def offer(self, stage, what="checkpoint", step=9):
         """Announce a body and return the request for it."""
-        await self.send(stage, wire.AnnounceMessage(self.place(stage), 0, what, step))
+        await self.send(stage, AnnounceMessage(self.place(stage), 0, what, step))
         return await self.answer(stage)
 
 
@@ -145,17 +158,17 @@ async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     assert (want.what, want.of, want.at, want.root) == ("checkpoint", 0, 0, b"")
     await member.give(0, want.request, "checkpoint", body)
     kept = await member.answer(0)
-    assert (type(kept), kept.step) == (wire.StoredMessage, 9)
+    assert (type(kept), kept.step) == (StoredMessage, 9)
     assert member.store.metadata(0).step == 9
-    await member.send(0, wire.AskMessage(member.place(0), 3))
+    await member.send(0, AskMessage(member.place(0), 3))
     holds = await member.answer(0)
     assert (holds.request, holds.phase, holds.checkpoint) == (3, "starting", 9)
     await member.send(0, member.want(0, "checkpoint", 0))
     have, back = await member.whole(0)
     assert (back, have.root, have.step) == (bytes(body), hash_body(body), 9)
     # a stored checkpoint is confirmed without a transfer
-    await member.send(0, wire.AnnounceMessage(member.place(0), 0, "checkpoint", 9))
-    assert isinstance(await member.answer(0), wire.StoredMessage)
+    await member.send(0, AnnounceMessage(member.place(0), 0, "checkpoint", 9))
+    assert isinstance(await member.answer(0), StoredMessage)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,7 @@ async def test_invalid_checkpoint_is_counted_and_not_stored(member, change, more
     await quiet()
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.StoredMessage)
+    assert isinstance(await member.answer(0), StoredMessage)
 
 
 async def test_a_negative_second_moment_is_refused(member):
@@ -207,8 +220,8 @@ async def test_a_chunk_out_of_place_ends_the_transfer(member):
 
 async def test_ignores_unsolicited_bodies_and_other_crews(member):
     await member.give(0, 99, "checkpoint", member.body(0))
-    await member.send(0, wire.AnnounceMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
-    await member.send(0, wire.AnnounceMessage(member.place(2), 0, "checkpoint", 9))
+    await member.send(0, AnnounceMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
+    await member.send(0, AnnounceMessage(member.place(2), 0, "checkpoint", 9))
     assert not member.peer.channel.refused
     assert not member.peer.channel.ended
     with trio.move_on_after(0):
@@ -226,7 +239,7 @@ async def test_cancelled_or_answered_request_blocks_no_other(member):
     for step in (9, 10):
         want = await member.offer(0, step=step)
         await member.give(0, want.request, "checkpoint", body, step=step)
-        assert isinstance(await member.answer(0), wire.StoredMessage)
+        assert isinstance(await member.answer(0), StoredMessage)
         await member.give(0, want.request, "checkpoint", body)  # again, unasked
     assert not member.peer.channel.refused
     assert member.store.metadata(0).step == 10
@@ -236,12 +249,12 @@ async def test_small_messages_overtake_a_body(member):
     member.work()
     await member.answer(0)
     recorder = member.recorder
-    recorder.replica = replace(recorder.replica, body=bytearray(8 * wire.CHUNK_BYTES))
+    recorder.replica = replace(recorder.replica, body=bytearray(8 * state_exchange.CHUNK_BYTES))
     await member.send(0, member.want(0, "checkpoint", 1))
     await member.answer(0)
-    member.peer.channel.post(0, wire.StoredMessage(member.place(1), 0, 2))
+    member.peer.channel.post(0, StoredMessage(member.place(1), 0, 2))
     kinds = [type(await member.answer(0)) for _ in range(5)]
-    assert wire.StoredMessage in kinds, "before the eight chunks have been sent"
+    assert StoredMessage in kinds, "before the eight chunks have been sent"
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])
@@ -252,11 +265,11 @@ async def test_garbage_ends_only_the_stream_of_its_sender(member, data):
     assert member.peer.channel.fault[0] == 2
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.StoredMessage)
+    assert isinstance(await member.answer(0), StoredMessage)
 
 
 async def test_repeated_garbage_ends_the_stream(member):
-    for _ in range(recovery.MAX_BAD_MESSAGES):
+    for _ in range(MAX_BAD_MESSAGES):
         want = await member.offer(0)
         await member.give(0, want.request, "checkpoint", member.body(0), root=bytes(32))
     await quiet()
@@ -271,37 +284,34 @@ async def test_transfer_resumes_in_the_next_crew(models, tmp_path):
         one = Member(copy.deepcopy(models["llama"]), tmp_path / crew, settings, partial_bodies)
         body = one.body(0)
         half = len(body) // 2
-        recovery_chunk, wire_chunk = recovery.CHUNK_BYTES, wire.CHUNK_BYTES
-        recovery.CHUNK_BYTES = wire.CHUNK_BYTES = half
+        whole_chunk, state_exchange.CHUNK_BYTES = state_exchange.CHUNK_BYTES, half
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(one.peer.run)
                 await quiet()
                 want = await one.offer(0)
                 place = one.place(0)
-                have = wire.HaveMessage(
-                    place, want.request, "checkpoint", 9, len(body), hash_body(body)
-                )
+                have = HaveMessage(place, want.request, "checkpoint", 9, len(body), hash_body(body))
                 if crew == "first":
                     assert (want.at, want.root) == (0, b"")
                     await one.send(0, have)
-                    chunk = wire.ChunkMessage(place, want.request, 0, half)
+                    chunk = ChunkMessage(place, want.request, 0, half)
                     await one.send(0, chunk, bytes(body[:half]))
                     assert partial_bodies[0].at == half
                 elif crew == "second":
                     assert (want.at, want.root) == (half, hash_body(body))
                     await one.give(0, want.request, "checkpoint", body, at=half)
-                    assert isinstance(await one.answer(0), wire.StoredMessage)
+                    assert isinstance(await one.answer(0), StoredMessage)
                     assert one.store.read(0).body.numpy().tobytes() == body
                     assert not partial_bodies
                     partial_bodies[0] = PartialBody(bytes(32), bytearray(len(body)), half)
                 else:
                     assert (want.at, want.root) == (half, bytes(32))
                     await one.give(0, want.request, "checkpoint", body)
-                    assert isinstance(await one.answer(0), wire.StoredMessage)
+                    assert isinstance(await one.answer(0), StoredMessage)
                 nursery.cancel_scope.cancel()
         finally:
-            recovery.CHUNK_BYTES, wire.CHUNK_BYTES = recovery_chunk, wire_chunk
+            state_exchange.CHUNK_BYTES = whole_chunk
             one.store.close()
 
 
@@ -313,7 +323,11 @@ async def test_sends_only_the_rest_of_an_equal_checkpoint(member):
     await member.send(0, member.want(0, "checkpoint", 0, 100, hash_body(body)))
     have = await member.answer(0)
     chunk, part = await member.answer(0)
-    assert (have.size, chunk.at, part) == (len(body), 100, body[100 : 100 + wire.CHUNK_BYTES])
+    assert (have.size, chunk.at, part) == (
+        len(body),
+        100,
+        body[100 : 100 + state_exchange.CHUNK_BYTES],
+    )
     await member.send(0, member.want(0, "checkpoint", 0, 100, bytes(32)))
     assert await member.answer(0)
     assert (await member.answer(0))[0].at == 0
@@ -323,11 +337,11 @@ async def test_own_checkpoint_is_announced_when_a_crew_starts(member, autojump_c
     member.work()
     await quiet()
     made = await member.answer(0)
-    assert (type(made), made.what, made.step) == (wire.AnnounceMessage, "checkpoint", 9)
+    assert (type(made), made.what, made.step) == (AnnounceMessage, "checkpoint", 9)
     await member.send(0, member.want(0, "checkpoint", 1))
     have, body = await member.whole(0)
     assert hash_body(body) == have.root
-    await member.send(0, wire.StoredMessage(member.place(0), 0, 9))
+    await member.send(0, StoredMessage(member.place(0), 0, 9))
     assert member.peer.sharing.stored_steps == {0: 9}
 
 
@@ -353,7 +367,7 @@ async def test_layers_are_served_only_in_checkfree_modes(models, tmp_path, membe
         have, body = await one.whole(0)
         assert have.squared_norm == 2.25
         layout, form = one.stage.expected_body("layers", 1)
-        layers = recovery.decode_state(recovery.as_tensor(bytearray(body)), layout, form, 9, 2.25)
+        layers = decode_state(as_tensor(bytearray(body)), layout, form, 9, 2.25)
         assert layers.weights
         assert all(torch.equal(t, trained(one.runtimes[1])[n]) for n, t in layers.weights.items())
         nursery.cancel_scope.cancel()
@@ -363,34 +377,9 @@ async def test_layers_are_served_only_in_checkfree_modes(models, tmp_path, membe
 async def test_requests_at_a_time_are_bounded(member, monkeypatch):
     member.work()
     await member.answer(0)
-    monkeypatch.setattr(recovery, "SERVED_AT_ONCE", 0)
-    await member.send(0, wire.AskMessage(member.place(0), 8))
+    monkeypatch.setattr(state_exchange, "SERVED_AT_ONCE", 0)
+    await member.send(0, AskMessage(member.place(0), 8))
     assert (await member.answer(0)).reason == "busy"
-
-
-async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
-    encoded = []
-    encode = recovery.encode_copy
-    monkeypatch.setattr(recovery, "encode_copy", lambda *args: encoded.append(1) or encode(*args))
-    base = {n: t.clone() for n, t in member.runtimes[1].model.named_parameters()}
-    local = member.runtimes[1].spec.local_name
-    member.stage.base = lambda name: base[local(name)]
-    worker = member.work()
-    await member.answer(0)
-    for _ in range(2):
-        await member.send(0, member.want(0, "copy", 1))
-        have, body = await member.whole(0)
-        assert have.step == 9
-    assert len(encoded) == 1
-    spec = member.runtimes[1].spec
-    parts = decode_copy(spec, body, copied_layout(spec, member.layouts[1]), member.stage.base)
-    assert parts.keys() == {spec.whole_name(name) for name in base}
-    came, step, ours = await member.peer.fetch.policy_copy(spec)
-    assert (came, step, ours.keys()) == (0, 9, parts.keys())
-    worker.participant.step += 1
-    member.recorder.on_step_in_thread(worker)
-    await member.send(0, member.want(0, "copy", 1))
-    assert (await member.whole(0))[0].step == 10
 
 
 async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump_clock):
@@ -417,9 +406,9 @@ async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock
         while True:
             got = await member.answer(0)
             message = got[0] if isinstance(got, tuple) else got
-            await member.send(0, wire.LackMessage(member.place(0), message.request, "loading"))
+            await member.send(0, LackMessage(member.place(0), message.request, "loading"))
 
-    edge = recovery.StageInput(2, b"about", b"")
+    edge = StageInput(2, b"about", b"")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(loading)
         began = trio.current_time()
@@ -441,23 +430,23 @@ async def test_missing_body_is_an_error_of_that_source(member, reason, error):
 
         nursery.start_soon(ask)
         want = await member.answer(0)
-        await member.send(0, wire.LackMessage(member.place(0), want.request, reason))
+        await member.send(0, LackMessage(member.place(0), want.request, reason))
 
 
 async def test_invalid_run_is_refused_and_a_device_error_is_answered(member, monkeypatch):
     member.work()
     await member.answer(0)
-    run = wire.RunMessage(member.place(0), 4, "float32", 2, 5)
-    activations = bytes(wire.activation_bytes("float32", 2, LIMITS.hidden))
+    run = RunMessage(member.place(0), 4, "float32", 2, 5)
+    activations = bytes(activation_bytes("float32", 2, LIMITS.hidden))
     await member.send(0, run, b"about" + activations)
     assert (await member.answer(0)).reason == "refused"
     assert sum(member.peer.channel.refused.values()) == 1
-    monkeypatch.setattr(recovery, "read_micro_batch", lambda *args: None)
+    monkeypatch.setattr(state_exchange, "read_micro_batch", lambda *args: None)
 
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(recovery, "run_one", full)
+    monkeypatch.setattr(state_exchange, "run_one", full)
     await member.send(0, run, b"about" + activations)
     assert (await member.answer(0)).reason == "failed"
     assert not member.peer.channel.ended

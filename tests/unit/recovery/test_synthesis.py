@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.checkfree import NeighbourLayers, synthesise
-from swarmnode.stages.recovery import RecoverySettings, check_checkfree
-from swarmnode.stages.wire import swapped_order
+from swarmnode.stages.specs import swapped_order
+from swarmnode.stages.trainer.checkfree import NeighbourLayers, check_checkfree, synthesise
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from tests.support.split_models import split_model
 
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings
-from swarmnode.stages.wire import FrameLimits
+from swarmnode.stages.stage_frames import FrameLimits
+from swarmnode.stages.trainer.pipeline import WorkerSettings
+from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
+from swarmnode.stages.trainer.stage_model import StageRuntime
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
 from tests.support.split_models import split_model
@@ -61,7 +61,7 @@ async def test_swapped_steps_with_rounded_activations_are_close_to_float32(model
 
 
 async def drawn_and_computed_again(crew):
-    """Return the largest difference in nats between recorded and recomputed log-probabilities."""
+    """Return the sorted differences in nats between recorded and recomputed log-probabilities."""
     prompts = [row.prompt_ids[:6] for row in rows_of(7)[:4]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
     rows, recorded = [], []
@@ -70,7 +70,7 @@ async def drawn_and_computed_again(crew):
             rows.append((wave.prompts[number // wave.num_generations], ids))
             recorded.extend(logprobs)
     again = [x for logprobs, _ in await crew.head.score(rows, 1.0) for x in logprobs]
-    return max(abs(a - b) for a, b in zip(again, recorded, strict=True))
+    return sorted(abs(a - b) for a, b in zip(again, recorded, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,9 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
                 )
                 assert torch.allclose(after[f"1 {layer}"], mean, atol=1e-6)
             await learn(crew, 2, 2)
-            assert await drawn_and_computed_again(crew) < 1e-3
+            differences = await drawn_and_computed_again(crew)
+            assert differences[len(differences) * 3 // 4] < 1e-5
+            # a value on the border of two codes moves the tokens that follow it in one completion
+            assert differences[-1] < 0.02
     finally:
         mine.close()

@@ -8,52 +8,14 @@ import torch
 from swarmnode.rl.corrections import (
     BAND,
     CAP,
-    FLOOR,
     burst_slack,
     burst_weight,
     effective_share,
     excess_surprise,
     importance_weights,
-    sequence_correction,
     spot_check,
     surprise_check,
 )
-
-
-def correction(local, sender, tokens=4):
-    return sequence_correction(
-        torch.tensor([float(local)]), torch.tensor([float(sender)]), torch.tensor([tokens])
-    ).item()
-
-
-def test_the_same_policy_weighs_one():
-    assert correction(-3.0, -3.0) == 1.0
-
-
-def test_the_ratio_is_per_token():
-    assert correction(-3.4, -3.0, tokens=4) == pytest.approx(math.exp(-0.1))
-    assert correction(-3.4, -3.0, tokens=1) == pytest.approx(math.exp(-0.4))
-
-
-@pytest.mark.parametrize("sender", [-4.0, -1e6, -math.inf])
-def test_a_liar_never_weighs_more_than_an_honest_peer(sender):
-    assert correction(-3.0, sender) <= 1.0
-
-
-@pytest.mark.parametrize("sender", [0.0, math.nan, math.inf, 1e30])
-def test_weight_is_0_below_the_floor_or_if_not_finite(sender):
-    assert correction(-300.0, sender) == 0.0
-
-
-def test_the_floor_itself_still_counts():
-    log_ratio = math.log(FLOOR)
-    assert correction(log_ratio + 1e-3, 0.0, tokens=1) == pytest.approx(FLOOR, rel=1e-2)
-    assert correction(log_ratio - 1e-3, 0.0, tokens=1) == 0.0
-
-
-def test_no_gradient_flows_through_the_weight():
-    local = torch.tensor([-3.2], requires_grad=True)
-    assert not sequence_correction(local, torch.tensor([-3.0]), torch.tensor([4])).requires_grad
 
 
 def test_spot_check_takes_ordinary_drift_and_one_surprise():
@@ -149,67 +111,31 @@ RATIOS = torch.tensor([[0.1, 0.6, 1.0, 3.0, 9.0], [0.5, 2.0, 1.9, 7.0, 7.0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
 
 
-def weights(kind, level, ratios=RATIOS):
-    sampler = torch.full_like(ratios, -1.5)
-    return importance_weights(sampler + ratios.log(), sampler, MASK, kind, level)
+def weights(kind):
+    sampler = torch.full_like(RATIOS, -1.5)
+    return importance_weights(sampler + RATIOS.log(), sampler, MASK, kind)
 
 
-def test_a_tokens_weight_is_truncated_masked_above_or_masked_outside():
+def test_a_tokens_weight_is_truncated_or_masked_outside():
     assert torch.allclose(
-        weights("tis", "token"),
+        weights("tis"),
         torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]),
     )
     assert torch.allclose(
-        weights("mis", "token"),
-        torch.tensor([[0.1, 0.6, 1.0, 0.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]),
-        atol=1e-5,
-    )
-    assert torch.allclose(
-        weights("icepop", "token"),
+        weights("icepop"),
         torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]),
     )
     assert BAND[0] <= 0.5
 
 
-def test_sequence_weight_is_the_product_of_token_ratios():
-    first, second = 0.1 * 0.6 * 3 * 9, 0.5 * 2 * 1.9  # 1.62 and 1.9
-    expected = torch.tensor([[first] * 5, [second] * 3 + [0.0] * 2])
-    for kind in ("tis", "mis", "icepop"):
-        assert torch.allclose(weights(kind, "sequence"), expected)
-    far = RATIOS.clone()
-    far[0, 2] = 10.0
-    assert weights("tis", "sequence", far)[0].tolist() == [CAP] * 5
-    assert (
-        weights("mis", "sequence", far)[0].tolist()
-        == weights("icepop", "sequence", far)[0].tolist()
-        == [0.0] * 5
-    )
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
-def test_weights_that_are_not_finite_are_0(kind, level):
+@pytest.mark.parametrize("kind", ["tis", "icepop"])
+def test_weights_that_are_not_finite_are_0(kind):
     old = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     for wrong in (math.nan, math.inf, -math.inf):
-        found = importance_weights(
-            old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind, level
-        )
+        found = importance_weights(old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind)
         assert not found.requires_grad
         assert found[0, 0] == 0
         assert torch.isfinite(found).all()
-
-
-def test_truncated_and_masked_weights_are_trls():
-    """Compute TRL's weights by its formulas: the exponential of the difference or of its sum,
-    clamped or set to zero outside of the bounds."""
-    gap = RATIOS.log() * MASK
-    by_level = {"token": gap.exp(), "sequence": gap.sum(1, keepdim=True).exp().expand(2, 5)}
-    for level, ratio in by_level.items():
-        assert torch.allclose(weights("tis", level), ratio.clamp(max=CAP) * MASK, atol=1e-5)
-        outside = (ratio < BAND[0]) | (ratio > BAND[1])
-        assert torch.allclose(
-            weights("icepop", level), ratio.masked_fill(outside, 0.0) * MASK, atol=1e-5
-        )
 
 
 def test_effective_share_of_equal_and_single_weights():

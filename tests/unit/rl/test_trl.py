@@ -1,5 +1,8 @@
-"""Loss and gradient of a batch equal those of a real GRPOTrainer of TRL; advantages are in
-`test_update_exact.py`."""
+"""The gradient of a batch equals that of a real GRPOTrainer of TRL; advantages are in
+`test_update_exact.py`.
+
+TRL has no old log-probabilities, as for a batch that gives one step: its ratio is 1. Its loss is
+then another number than ours, with the same gradient."""
 
 import copy
 
@@ -82,8 +85,8 @@ def grpo_trainer(base, tokenizer, folder, **settings):
 
 @pytest.fixture(scope="module")
 def batch(base):
-    """Two groups of four with prompts and completions of different lengths; the old and reference
-    policies are elsewhere."""
+    """Two groups of four with prompts and completions of different lengths; the reference policy is
+    elsewhere."""
     generator = torch.Generator().manual_seed(1)
     rows = 8
     prompt_length = torch.tensor([3, 3, 3, 3, 5, 5, 5, 5])
@@ -102,9 +105,7 @@ def batch(base):
     }
     with torch.no_grad():
         now = completion_logprobs(base, inputs)
-    noise = lambda scale: torch.randn(rows, LENGTH, generator=generator) * scale
-    inputs["old_per_token_logps"] = now + noise(0.7)  # far enough that every clip is met
-    inputs["ref_per_token_logps"] = now + noise(0.5)
+    inputs["ref_per_token_logps"] = now + torch.randn(rows, LENGTH, generator=generator) * 0.5
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.25, 0.0, 0.5, 0.0]])
     inputs["advantages"] = advantages(rewards).flatten()
     return inputs
@@ -127,20 +128,17 @@ MODES = [
     dict(loss_type="grpo"),
     dict(loss_type="dr_grpo"),
     dict(loss_type="bnpo"),
-    dict(loss_type="dapo", delta=1.5),
-    dict(loss_type="grpo", delta=4.0, epsilon=0.1, epsilon_high=0.4),
-    dict(loss_type="dapo", beta=0.05, delta=4.0),
+    dict(loss_type="dapo", beta=0.05),
     dict(loss_type="grpo", beta=0.3),
-    dict(loss_type="dr_grpo", beta=0.1, delta=1.6),
+    dict(loss_type="dr_grpo", beta=0.1),
 ]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: ",".join(f"{k}={v}" for k, v in m.items()))
-def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
-    settings = {"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0} | mode
+def test_the_gradient_equals_trls(mode, base, tokenizer, batch, tmp_path):
+    settings = {"beta": 0.0} | mode
     trainer = grpo_trainer(base, tokenizer, tmp_path, **settings)
-    theirs = trainer.compute_loss(trainer.model, batch)
-    theirs.backward()
+    trainer.compute_loss(trainer.model, batch).backward()
 
     model = copy.deepcopy(base)
     # of one batch they are both that
@@ -148,7 +146,6 @@ def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
     objective = Objective(**settings | token_mean, max_completion_length=LENGTH)
     ours = policy_loss(
         completion_logprobs(model, batch),
-        batch["old_per_token_logps"],
         batch["advantages"],
         batch["completion_mask"],
         objective,
@@ -157,28 +154,8 @@ def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
     )
     ours.loss.backward()
 
-    assert abs(theirs.item()) > 1e-3
-    assert ours.loss.item() == pytest.approx(theirs.item(), abs=1e-4)
-    assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
-    metrics = trainer._metrics["train"]
-    # TRL counts its region clip after clamping to delta; swarmnode also counts tokens that delta
-    # removes
-    if "delta" not in mode:
-        assert ours.clip_fraction.item() == pytest.approx(
-            metrics["clip_ratio/region_mean"][0], abs=1e-6
-        )
-    if settings["beta"] > 0:
-        assert ours.kl.item() == pytest.approx(metrics["kl"][0], abs=1e-4)
-
-
-def test_the_first_step_without_old_logprobs_equals_trls(base, tokenizer, batch, tmp_path):
-    fresh = {k: v for k, v in batch.items() if k != "old_per_token_logps"}
-    trainer = grpo_trainer(base, tokenizer, tmp_path, loss_type="dapo", epsilon_high=0.28)
-    trainer.compute_loss(trainer.model, fresh).backward()
-    model = copy.deepcopy(base)
-    logprobs, mask = completion_logprobs(model, batch), batch["completion_mask"]
-    policy_loss(
-        logprobs, logprobs.detach(), batch["advantages"], mask, Objective(), float(mask.sum())
-    ).loss.backward()
     assert flat_gradient(model).norm() > 1e-2
     assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
+    if settings["beta"] > 0:
+        kl = trainer._metrics["train"]["kl"][0]
+        assert ours.kl.item() == pytest.approx(kl, abs=1e-4)

@@ -2,11 +2,18 @@
 
 import random
 
+import msgspec
 import pytest
 import trio
 
 from swarmnode.wire import codec, limits
-from swarmnode.wire.listings import ListedGroup, ListingResponse
+from swarmnode.wire.listings import (
+    GroupResponse,
+    GroupsRequest,
+    GroupsResponse,
+    ListedGroup,
+    ListingResponse,
+)
 from tests.support.pulling import Holder, PullSwarm, clock, never
 
 HONEST = 10
@@ -20,10 +27,12 @@ class Liar(Holder):
     its own.
 
     rng: source of randomness. gives: content id → body for a fetched group, None for `unknown`.
+    size: bytes of each group, as listed.
     """
 
-    def __init__(self, medium, seed, rng, gives):
+    def __init__(self, medium, seed, rng, gives, size=900):
         super().__init__(medium, seed)
+        self._size = size
         self._rng = rng
         self._gives = gives
 
@@ -34,7 +43,7 @@ class Liar(Holder):
                 self._rng.randbytes(32),
                 self.author.tasks[0],
                 int(clock() * 1000),
-                900,
+                self._size,
                 limits.SPREAD,
             )
             for _ in range(limits.LISTED)
@@ -43,6 +52,29 @@ class Liar(Holder):
         for listed in groups:
             self.answers[listed.content] = self._gives(listed)
         return codec.encode(ListingResponse("ok", self.life, self.position, groups))
+
+
+class Turning(Liar):
+    """Lists one good group in each answer, which it gives, and never gives the others."""
+
+    sequence = 0
+
+    async def list(self, peer, data):
+        self.sequence += 1
+        frame = self.author.frame(self.author.group(self.sequence, clock()))
+        good = await self.line(frame)
+        response = codec.decode(
+            await super().list(peer, data), ListingResponse, limits.LISTING_RESPONSE_BYTES
+        )
+        self.answers[good.content] = frame
+        groups = [good, *response.groups[1:]]
+        return codec.encode(msgspec.structs.replace(response, groups=groups))
+
+    async def give(self, peer, data):
+        asked = codec.decode(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
+        if not all(self.answers.get(content) for content in asked):
+            await trio.sleep_forever()
+        return await super().give(peer, data)
 
 
 class Equal(Holder):
@@ -64,6 +96,12 @@ async def garbage(peer, data):
     return b"\xc1" * 100
 
 
+async def busy_late(peer, data):
+    await trio.sleep(10.0)
+    asked = codec.decode(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
+    return codec.encode(GroupsResponse([GroupResponse("busy")] * len(asked)))
+
+
 # Each function joins one hostile peer.
 
 
@@ -73,6 +111,14 @@ def silent(medium, seed, rng):
 
 def withholding(medium, seed, rng):
     Liar(medium, seed, rng, lambda listed: b"").serve_groups(never)
+
+
+def hanging(medium, seed, rng):
+    Liar(medium, seed, rng, lambda listed: b"", limits.GROUP_BYTES).serve_groups(never)
+
+
+def late(medium, seed, rng):
+    Liar(medium, seed, rng, lambda listed: b"", limits.GROUP_BYTES).serve_groups(busy_late)
 
 
 def empty_handed(medium, seed, rng):
@@ -102,8 +148,8 @@ MIXED += [hasty] * 2 + [malformed] * 2
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "kinds",
-    [MIXED, [silent] * 30, [withholding] * 30, [useless] * 30],
-    ids=["mixed", "silent", "withholding", "useless"],
+    [MIXED, [silent] * 30, [withholding] * 30, [hanging] * 30, [late] * 30, [useless] * 30],
+    ids=["mixed", "silent", "withholding", "hanging", "late", "useless"],
 )
 async def test_node_among_thirty_hostile_peers_gets_its_groups(
     nursery, autojump_clock, seed, kinds
@@ -122,3 +168,21 @@ async def test_node_among_thirty_hostile_peers_gets_its_groups(
         groups = swarm.draw(0, WANTED, version=step)
         drawn += sum(group.peer in honest_peers for group in groups)
     assert drawn >= 0.95 * STEPS * WANTED
+
+
+@pytest.mark.parametrize("size", [900, limits.GROUP_BYTES])
+async def test_strangers_that_give_one_group_cannot_hold_all_fetches(nursery, autojump_clock, size):
+    """Thirty of them among four honest holders, from the fifth step on."""
+    swarm, rng, drawn = PullSwarm(1), random.Random(0), 0
+    honest = [Holder(swarm.medium, 100 + number) for number in range(4)]
+    await swarm.start(nursery)
+    for step in range(STEPS):
+        if step == 4:
+            for number in range(30):
+                Turning(swarm.medium, 500 + number, rng, lambda listed: None, size)
+        for holder in honest:
+            for sequence in range(3):
+                await holder.add(3 * step + sequence)
+            await trio.sleep(STEP_SECONDS / 4)
+        drawn += len(swarm.draw(0, WANTED, version=step))
+    assert drawn >= 0.98 * STEPS * WANTED

@@ -12,9 +12,9 @@ import trio
 from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
-from swarmnode.rollouts.exchange import ANSWER_SECONDS
-from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
-from swarmnode.rollouts.shelf import POLLS_SERVED
+from swarmnode.rollouts.network.exchange import ANSWER_SECONDS
+from swarmnode.rollouts.network.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
+from swarmnode.rollouts.network.shelf import POLLS_SERVED
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -304,7 +304,8 @@ async def test_groups_cross_a_node_that_does_not_train(nursery, autojump_clock):
 
 async def test_impatient_peer_is_polled_once_a_second(lone, autojump_clock):
     holder = Holder(lone.medium, patient=False)
-    await holder.add(0)
+    for sequence in range(4):
+        await holder.add(sequence)
     for step in range(6):
         lone.draw(0, 8, version=step)
         await trio.sleep(10)
@@ -360,13 +361,13 @@ async def test_fetch_is_busy_without_budget(pair, autojump_clock):
     )
     await pair.publish(0, *range(4))
     await trio.sleep(3)
-    assert pair.pulling(1).pulled == {"busy": 4}
+    assert pair.pulling(1).pulled == {"busy": 1}
     pair.networks[0].requests.serve(
         ids.GROUPS_PROTOCOL, give, max_request_bytes=560, max_response_bytes=2**21
     )
     pair.budgets[0].refused = set()
     await trio.sleep(7)
-    assert pair.pulling(1).pulled == {"busy": 4, "ok": 4}
+    assert pair.pulling(1).pulled == {"busy": 1, "ok": 4}
     assert pair.pulling(1).claims.faults == {}, "busy is no lie"
 
 
@@ -388,7 +389,7 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
     for sequence in range(4):
         await liar.add(sequence, **claims)
         await honest.add(sequence)
-    await trio.sleep(300)
+    await trio.sleep((1 + 2 + 4) * FAILED_SECONDS + 30)
     assert lone.pulling(0).claims.faults == {lie: 4}
     assert lone.pulling(0).claims.confirmed == 4
     assert lone.admitted_of(0, honest.author) == lone.admitted_of(0, liar.author) == 4
@@ -418,8 +419,9 @@ async def test_missing_group_is_fetched_from_another_holder(
     for sequence in range(4):
         await honest.add_frame(author.frame(author.group(sequence, EPOCH)))
     await trio.sleep(60)
-    assert lone.pulling(0).pulled == {outcome: 4, "ok": 4}
-    assert lone.pulling(0).claims.faults == {lie: 4}
+    assert lone.pulling(0).pulled[outcome] < 4
+    assert lone.pulling(0).pulled["ok"] == 4
+    assert lone.pulling(0).claims.faults.keys() == {lie}
     assert lone.admitted_of(0, author) == 4
     assert (lone.networks[0].score(liar.peer) < 0) is (lie == "content")
     assert lone.networks[0].score(honest.peer) >= 0
@@ -429,7 +431,7 @@ async def test_missing_group_is_fetched_from_another_holder(
 @pytest.mark.parametrize("silent", ["timeout", "failed", "malformed", "short"])
 async def test_unanswered_fetch_is_retried_at_another_holder(nursery, autojump_clock, silent):
     """The liar lists first and is asked first; an honest holder lists the same groups while that
-    fetch is under way, and others, which are fetched meanwhile."""
+    fetch of one group is under way, and others, which are fetched meanwhile."""
     swarm = PullSwarm(1)
     liar, honest, author = Holder(swarm.medium), Holder(swarm.medium, 78), Author(SWARM, seed=79)
     swarm.medium.cut(swarm.peers[0], honest.peer)
@@ -450,15 +452,15 @@ async def test_unanswered_fetch_is_retried_at_another_holder(nursery, autojump_c
         await honest.add(sequence)
     await swarm.start(nursery)
     await trio.sleep(0.5)
-    assert len(liar.fetched) == 4
+    assert len(liar.fetched) == 1
     swarm.medium.repair(swarm.peers[0], honest.peer)
     await trio.sleep(0.5)
     assert swarm.admitted_of(0, honest.author) == 4
-    assert swarm.admitted_of(0, author) == 0
+    assert swarm.admitted_of(0, author) == 3
     await trio.sleep(20)
     assert swarm.admitted_of(0, author) == 4
     outcome = "malformed" if silent == "short" else silent
-    assert swarm.pulling(0).pulled == {outcome: 4, "ok": 8}
+    assert swarm.pulling(0).pulled == {outcome: 1, "ok": 8}
     assert swarm.pulling(0).claims.faults == {"slow": 1}
     assert (swarm.networks[0].score(liar.peer) < 0) is (silent in ("malformed", "short"))
     assert swarm.networks[0].score(honest.peer) >= 0
@@ -509,11 +511,7 @@ async def test_broken_transfer_loses_no_group(autojump_clock):
         assert swarm.admitted_of(0, holder.author) == 2, (protocol, at)
         counts = swarm.pulling(0)
         counts = counts.listings if protocol == ids.LISTING_PROTOCOL else counts.pulled
-        assert counts.get("malformed") == (1 if protocol == ids.LISTING_PROTOCOL else 2), (
-            protocol,
-            at,
-            counts,
-        )
+        assert counts.get("malformed") == 1, (protocol, at, counts)
         return broken[0]
 
     for protocol in (ids.LISTING_PROTOCOL, ids.GROUPS_PROTOCOL):
@@ -570,7 +568,7 @@ async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
     assert swarm.pulling(1).listings["timeout"] == 2, "polled again after a minute"
 
 
-async def test_slow_holder_loses_belief(lone, autojump_clock):
+async def test_slow_holder_rests(lone, autojump_clock):
     slow, give = Holder(lone.medium), Holder.give
 
     async def trickle(peer, data):
@@ -581,8 +579,9 @@ async def test_slow_holder_loses_belief(lone, autojump_clock):
     for sequence in range(3):
         await slow.add(sequence)
     await trio.sleep(20)
-    assert lone.pulling(0).pulled == {"ok": 3}
-    assert lone.pulling(0).claims.faults == {"slow": 1}
+    assert lone.pulling(0).pulled == {"ok": 2}, "at 0 and 8 s; the next one at 21 s"
+    assert lone.pulling(0).claims.faults == {"slow": 2}
+    assert len(slow.polled_at) < 5
 
 
 @pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
@@ -633,18 +632,16 @@ async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
     assert swarm.networks[0].score(holder.peer) == swarm.networks[0].score(author.peer) == 0
 
 
-async def test_a_liar_is_not_asked_any_more(lone, autojump_clock):
+async def test_a_liar_is_asked_ever_less_often(lone, autojump_clock):
     liar = Holder(lone.medium)
     for sequence in range(40):
         await liar.add(sequence)
         liar.answers[liar.listed[-1].content] = b"\xc1" * 300
     for step in range(20):
         await lone.step(0, version=step)
-    assert not lone.networks[0].is_allowed(liar.peer)
-    assert len(liar.fetched) < 20
-    polled = len(liar.polled_at)
-    await lone.step(0, version=20)
-    assert len(liar.polled_at) == polled
+    assert len(liar.fetched) <= 4, "it rests for one, two, four and eight minutes"
+    assert len(liar.polled_at) <= 4
+    assert lone.networks[0].score(liar.peer) < 0
 
 
 async def test_bad_cursors_are_counted(nursery, autojump_clock):
@@ -670,7 +667,7 @@ async def test_bad_cursors_are_counted(nursery, autojump_clock):
     counts = swarm.pulling(1)
     assert counts.listings["malformed"] >= 1
     assert swarm.networks[1].score(endless.peer) < 0
-    assert counts.claims.faults["cursor"] >= 10
+    assert counts.claims.faults["cursor"] >= 2
     assert swarm.admitted_of(1, back.author) == 1, "the first answer was honest"
     assert swarm.networks[1].score(back.peer) >= 0, "a peer may have lost its shelf"
     assert swarm.admitted_of(1, 0) == 4
@@ -681,7 +678,7 @@ async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
     holder = Holder(swarm.medium)
     for sequence in range(4):
         await holder.add(sequence)
-    await trio.sleep(5)
+    await trio.sleep(2 * PATIENCE)
     assert swarm.admitted_of(0, holder.author) == 4
     swarm.medium.leave(holder.peer)
     await trio.sleep(FAILED_SECONDS)
@@ -689,7 +686,7 @@ async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
     again.life = b"another."
     for sequence in range(4, 7):
         await again.add(sequence)
-    await trio.sleep(5)
+    await trio.sleep(2 * PATIENCE)
     assert swarm.admitted_of(0, holder.author) == 7
     assert swarm.pulling(0).claims.faults.keys() <= {"slow"}
 

@@ -1,13 +1,14 @@
-"""Shelf, claims, offers and puller: the decisions of pull gossip, without a network."""
+"""Shelf and puller: the decisions of pull gossip, without a network."""
 
+import itertools
 import random
 
 import msgspec
 import pytest
 
-from swarmnode.rollouts import puller, shelf
-from swarmnode.rollouts.puller import ListingTrust, Offers, Puller, PullTimer
-from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
+from swarmnode.rollouts.network import puller, shelf
+from swarmnode.rollouts.network.puller import Holder, Puller, PullTimer
+from swarmnode.rollouts.network.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
 
@@ -165,386 +166,260 @@ def test_peer_without_groups_has_a_quarter_allowance():
     assert len(allowances) == shelf.MOST_PEERS
 
 
-# -- claims
+# -- holders
 
 
-def test_faults_cost_belief_and_true_listings_restore_it():
-    believed = ListingTrust()
-    assert believed.belief("new") == puller.NEW_HOLDER_BELIEF
-    for _ in range(puller.PROVING_GROUPS):
-        believed.confirm("good")
-    assert believed.belief("good") == 1.0
-    believed.fault("good", "spread")
-    assert believed.belief("good") == 0.5
-    for _ in range(8):
-        believed.confirm("good")
-    assert believed.belief("good") == 1.0
-    for _ in range(1000):
-        believed.fault("liar", "content")
-    assert believed.credit("liar") == 0.5**puller.MAX_HALVINGS > 0
-    assert believed.statistics().faults == {"content": 1000, "spread": 1}
+def test_rests_double_and_true_groups_shorten_them():
+    holder, rests = Holder(), []
+    for _ in range(12):
+        holder.fail(100.0, puller.BUSY_SECONDS)
+        rests.append(holder.rests_until - 100.0)
+    assert rests == [*(5.0 * 2**n for n in range(7)), *[puller.MOST_REST_SECONDS] * 5]
+    world = World(["h"])
+    world.prove("h")
+    world.puller.fault("h", "spread", world.now)
+    world.now += puller.FAILED_SECONDS
+    world.polls()
+    world.list("h", *(listed(n, chr(97 + n)) for n in range(7)))
+    while pulls := world.fetches():
+        world.give(*pulls)
+    world.puller.fault("h", "spread", world.now)
+    assert world.polls() == []
+    world.now += puller.FAILED_SECONDS + 1
+    assert world.polls() == ["h"], "no longer than the first time"
 
 
-def test_holders_that_are_remembered_are_bounded():
-    believed = ListingTrust()
+def test_cursor_must_advance_within_one_life():
+    holder = Holder()
+    assert holder.take(listing(listed(1), listed(2)), OWN_KEY, NOW)
+    assert not holder.take(listing(listed(3), position=2), OWN_KEY, NOW)
+    assert not holder.take(listing(position=1), OWN_KEY, NOW)
+    assert (holder.life, holder.position) == (LIFE, 2)
+    assert len(holder.offers) == 2, "nothing of a lie is on offer"
+    assert holder.take(listing(position=2), OWN_KEY, NOW), "no news"
+    assert holder.take(listing(listed(4), life=b"n" * 8), OWN_KEY, NOW)
+    assert holder.position == 1
+    assert list(holder.offers) == [listed(4).content], "its earlier life is over"
+
+
+def test_offers_are_bounded_and_end_with_the_connection():
+    world = World(["h"])
+    world.polls()
+    world.list("h", *(listed(n) for n in range(100)))
+    assert world.puller.offered == puller.MOST_OFFERED
+    world.peers = []
+    world.polls()
+    assert world.puller.offered == 0
+    assert world.puller.cursor("h") == (b"", 0), "another connection begins with all groups"
+
+
+def test_what_is_remembered_of_peers_is_bounded():
+    world = World()
     for number in range(2 * puller.MOST_HOLDERS):
-        believed.fault(str(number), "absent")
-    assert believed.statistics().holders == puller.MOST_HOLDERS
+        world.puller.refused(str(number), 0.0)
+    assert world.puller.statistics().holders == puller.MOST_HOLDERS
 
 
-# -- offers
+# -- the choice among offers of proven holders
 
 
-def heard(**listings):
-    heard = Offers(b"o" * 32, lambda key: key[:1].decode())
-    for holder, groups in listings.items():
-        assert heard.take(holder, listing(*groups), NOW)
-    return heard
+def offering(offers, seed=0):
+    """Return a World whose holders are proven and list these groups."""
+    world = World(list(offers), seed)
+    world.prove(*offers)
+    world.now += 1.0
+    for peer in world.polls():
+        world.list(peer, *offers[peer])
+    return world
 
 
-def choose(
-    heard,
-    count,
-    seed=0,
-    *,
-    belief=lambda peer: 1.0,
-    trust=lambda peer: 1.0,
-    known=(),
-    busy=(),
-    asked=(),
-    few=False,
-):
-    return heard.choose(
-        count,
-        NOW,
-        random.Random(seed),
-        trust,
-        belief,
-        set(known).__contains__,
-        busy,
-        asked,
-        few=few,
-    )
+def choose(world, count, trust=lambda author: 1.0):
+    """Return the fetches for `count` groups."""
+    version = int(1000 * world.now) + 1
+    world.now += 0.002
+    world.puller.drew(count, count, version, world.now)
+    return world.fetches(trust)
+
+
+def first_of(offers, seed, count=1, **how):
+    """Return (holder, listed) of each chosen group."""
+    pulls = choose(offering(offers, seed), count, **how)
+    return [(pull.holder, group) for pull in pulls for group in pull.groups]
 
 
 def test_group_of_many_holders_is_requested_once():
     same = [listed(n, author=chr(ord("a") + n)) for n in range(8)]
-    heard_ = heard(**{f"h{n}": same for n in range(20)})
-    pulls = choose(heard_, 100)
-    contents = [group.content for pull in pulls for group in pull.groups]
-    assert sorted(contents) == sorted(group.content for group in same)
+    pulls = choose(offering({f"h{n}": same for n in range(8)}), 100)
+    contents = sorted(group.content for pull in pulls for group in pull.groups)
+    assert len(contents) == len(set(contents))
+    assert len(pulls) <= puller.MOST_FETCHES
 
 
 def test_requests_are_bounded_in_groups_bytes_and_share():
-    small = [listed(n, author=chr(ord("a") + n % 20)) for n in range(60)]
-    (pull,) = choose(heard(h=small), 40)
+    small = [listed(n, author=chr(ord("a") + n % 20)) for n in range(30)]
+    (pull,) = choose(offering({"h": small}), 40)
     assert len(pull.groups) == limits.PULLED
     large = [listed(n, author=chr(ord("a") + n), size=400_000) for n in range(10)]
-    (pull,) = choose(heard(h=large), 10)
+    (pull,) = choose(offering({"h": large}), 10)
     assert sum(group.size for group in pull.groups) <= limits.GROUP_BYTES
-    pulls = choose(
-        heard(one=small, other=small[:4]),
-        8,
-        belief=lambda peer: {"one": 1.0, "other": puller.NEW_HOLDER_BELIEF}[peer],
-    )
-    assert max(len(pull.groups) for pull in pulls) <= 4
+    pulls = choose(offering({"one": small, "other": small[:6]}), 8)
+    assert max(len(pull.groups) for pull in pulls) == 4
 
 
-def test_relaxed_fetches_use_few_holders():
-    offered = {
-        f"h{n}": [listed(8 * n + each, author=chr(ord("a") + n % 14)) for each in range(8)]
-        for n in range(14)
-    }
-    belief = lambda peer: 0.25 if peer in ("h0", "h1") else 1.0
-    for seed in range(20):
-        assert len(choose(heard(**offered), 12, seed, belief=belief)) > puller.FEW_HOLDERS
-        few = choose(heard(**offered), 12, seed, belief=belief, few=True)
-        assert len(few) == puller.FEW_HOLDERS
-        assert sum(len(pull.groups) for pull in few) == 12  # and as many groups
-    old = {
-        holder: [listed(8 * n + each, author="a", age=600.0) for each in range(8)]
-        for n, holder in enumerate(offered)
-    }
-    fresh = old | {"h7": offered["h7"]}
+def test_ranks_by_spread_freshness_and_trust():
+    two = lambda good, bad: {"h": [listed(1, "a", **good), listed(2, "b", **bad)]}
+    first = lambda offers, **how: [
+        group.content for seed in range(100) for _, group in first_of(offers, seed, **how)
+    ].count(listed(1).content)
+    assert first(two({"spread": 0.5}, {"spread": 0.1})) > 70
+    assert first(two({}, {"age": 900.0})) > 70
+    assert first(two({}, {}), trust=lambda peer: {"a": 1.0, "b": 0.1}[peer]) > 70
+    assert first(two({}, {}), trust=lambda peer: {"a": 1.0, "b": 0.0}[peer]) == 100
+    assert first_of({"h": [listed(1, age=limits.GROUP_AGE_SECONDS + 9)]}, 0) == []
+    assert first_of({"h": [listed(1, author="o")]}, 0) == []  # our own, come back
+    newest = first_of({"h": [listed(1, age=300.0), listed(2), listed(3, age=200.0)]}, 0)
+    assert [group.content for _, group in newest] == [listed(2).content]
+
+
+def test_who_lists_more_is_not_asked_for_before_others():
+    """Fourteen groups of one author, and one of each of seven more authors."""
+    offers = {"ha": [listed(n, author="a") for n in range(14)]}
+    offers |= {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefgi")}
+    chosen = [group.author for seed in range(400) for _, group in first_of(offers, seed)]
+    assert 25 < sum(author[:1] == b"a" for author in chosen) < 75, "fifty in the mean"
+
+
+def test_many_identities_gain_no_requests():
+    """All authors are unknown: fourteen at one holder, and seven holders each with a group of its
+    own."""
+    offers = {"liar": [listed(n, author=chr(ord("A") + n)) for n in range(14)]}
+    offers |= {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefgi")}
     asked = [
-        {pull.holder for pull in choose(heard(**fresh), 6, seed, few=True)} for seed in range(50)
+        holder
+        for seed in range(400)
+        for holder, _ in first_of(offers, seed, trust=lambda author: 0.25)
     ]
-    assert sum("h7" in holders for holders in asked) == 50
+    assert 25 < asked.count("liar") < 75, "fifty in the mean"
 
 
-def test_ranks_by_spread_freshness_trust_and_novelty():
-    two = lambda good, bad: [listed(1, author="a", **good), listed(2, author="b", **bad)]
-    one = lambda groups, seed, **how: choose(heard(h=groups), 1, seed, **how)[0].groups[0].content
-    first = lambda groups, **how: [one(groups, seed, **how) for seed in range(200)].count(
-        groups[0].content
-    )
-    assert first(two({"spread": 0.5}, {"spread": 0.1})) > 150
-    assert first(two({}, {"age": 900.0})) > 150
-    assert first(two({}, {}), trust=lambda peer: {"a": 1.0, "b": 0.0}[peer]) == 200
-    assert choose(heard(h=[listed(1, age=limits.GROUP_AGE_SECONDS + 1)]), 9) == []
-    assert choose(heard(h=[listed(1)]), 9, known=[listed(1).content]) == []
-    assert choose(heard(h=[listed(1)]), 9, busy=["h"]) == []
-    assert choose(heard(h=[listed(1, author="o")]), 9) == []  # our own, come back
-    met = heard(h=[listed(n, author="a") for n in range(40)])
-    while choose(met, 4):
-        pass
-    met.take("h", listing(*two({}, {}), position=90), NOW)
-    assert [choose(met, 1, 3)[0].groups[0].author[:1]] == [b"b"]
-
-
-@pytest.mark.parametrize("few", [False, True])
-def test_who_lists_more_is_not_asked_for_before_others(few):
-    """Fourteen groups of one author, and one of each of thirteen more authors."""
-    offered = {"ha": [listed(n, author="a") for n in range(14)]}
-    offered |= {
-        f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")
-    }
-    chosen = [
-        pull.groups[0].author
-        for seed in range(700)
-        for pull in choose(heard(**offered), 1, seed, few=few)
-    ]
-    assert 20 < sum(author[:1] == b"a" for author in chosen) < 80, "fifty in the mean"
-
-
-@pytest.mark.parametrize("few", [True, False])
-def test_many_identities_gain_no_requests(few):
-    """All are unknown: fourteen authors of one holder, and thirteen holders each with a group of
-    its own."""
-    liar = {"liar": [listed(n, author=chr(ord("A") + n)) for n in range(14)]}
-    single = {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")}
-    several = {
-        f"h{name}": [listed(200 + 10 * n + i, author=name) for i in range(6)]
-        for n, name in enumerate("pqr")
-    }
-    asked = lambda offered, count: [
-        pull.holder
-        for seed in range(700)
-        for pull in choose(heard(**offered), count, seed, few=few, trust=lambda author: 0.25)
-        for _ in pull.groups
-    ]
-    assert 20 < asked(liar | single, 1).count("liar") < 80, "fifty in the mean"
-    if not few:
-        assert 0.2 < asked(liar | several, 12).count("liar") / (12 * 700) < 0.3, "three of twelve"
-
-
-def test_own_groups_of_a_holder_count_as_its_own():
-    others = [listed(n, author=chr(ord("A") + n)) for n in range(14)]
-    offered = {"h": [listed(99, author="h"), *others], "b": [listed(100, author="b")]}
-    chosen = [
-        group.content
-        for seed in range(300)
-        for pull in choose(heard(**offered), 2, seed, trust=lambda author: 0.25)
-        for group in pull.groups
-    ]
-    assert chosen.count(listed(99).content) > 100, (
-        "one of the two names that have the holder's place"
-    )
-
-
-def test_who_lists_what_everybody_has_takes_nobody_elses_place():
-    """Two liars: one lists the groups of four honest neighbours, the other its own under many
-    names."""
-    honest = {
-        f"h{name}": [listed(10 * n + i, author=f"{name}") for i in range(6)]
-        for n, name in enumerate("pqrs")
-    }
-    everything = [group for groups in honest.values() for group in groups]
-    offered = {
-        "lister": everything,
-        "liar": [listed(900 + n, author=chr(ord("A") + n)) for n in range(20)],
-        **honest,
-    }
-    authors = [
-        group.author[:1].decode()
-        for seed in range(300)
-        for pull in choose(heard(**offered), 12, seed, trust=lambda author: 0.25)
-        for group in pull.groups
-    ]
-    # the liar is one of six names
-    assert sum(author in "pqrs" for author in authors) > 0.75 * len(authors)
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [{"author": "z"}, {"author": "a", "age": 3000.0}],
-    ids=["by a banned author", "made long ago"],
-)
-def test_false_claims_do_not_replace_other_claims(lie):
-    """The liar's listing came first."""
+def test_false_claims_do_not_replace_other_claims():
+    """A proven liar lists the group of an honest author under the name of a greylisted one."""
     honest = {"ha": [listed(1, author="a")], "hb": [listed(2, author="b")]}
     trust = lambda author: 0.0 if author == "z" else 1.0
-    asked = lambda offered: [
-        (pull.holder, group.content)
-        for seed in range(300)
-        for pull in choose(heard(**offered), 1, seed, trust=trust)
-        for group in pull.groups
-    ]
-    alone = asked(honest).count(("ha", listed(1).content))
-    assert alone == pytest.approx(150, abs=30)
-    assert asked({"liar": [listed(1, **lie)]} | honest).count(
-        ("ha", listed(1).content)
-    ) == pytest.approx(alone, abs=30)
-
-
-def test_requests_a_group_once():
-    groups = [listed(n, author=chr(ord("a") + n)) for n in range(12)]
-    said = {
-        f"liar{i}": [listed(n, author=chr(ord("A") + (n + i) % 20), age=i / 10) for n in range(12)]
-        for i in range(3)
-    }
-    for seed in range(50):
-        pulls = choose(heard(**said, h=groups), 12, seed)
-        assert sorted(group.content for pull in pulls for group in pull.groups) == [
-            group.content for group in groups
-        ]
-
-
-def test_lone_holder_serves_all_unknown_groups():
-    (pull,) = choose(
-        heard(h=[listed(n, author=chr(ord("a") + n)) for n in range(12)]),
-        12,
-        trust=lambda author: 0.25,
-    )
-    assert len(pull.groups) == 12
-    pulls = choose(
-        heard(h=[listed(n, author="a") for n in range(12)]), 12, trust=lambda author: 0.25
-    )
-    assert sum(len(pull.groups) for pull in pulls) == 6, "one author has half of a step"
-
-
-def test_more_listings_do_not_raise_an_authors_weight():
-    old = [listed(n, author="a", age=600.0) for n in range(1, 14)]
-    both = lambda: heard(ha=[listed(0, author="a"), *old], hb=[listed(99, author="b")])
-    first = [choose(both(), 1, seed)[0].groups[0].content for seed in range(400)]
-    assert 150 < first.count(listed(0).content) < 250
-    assert sum(content in {group.content for group in old} for content in first) < 10
-
-
-def test_holder_is_asked_in_proportion_to_belief():
-    believed, groups = {"liar": 1 / 16, "honest": 1.0}, [listed(1, author="a")]
-    asked = [
-        choose(heard(liar=groups, honest=groups), 1, seed, belief=believed.__getitem__)[0].holder
-        for seed in range(300)
-    ]
-    assert 0 < asked.count("liar") < 20
-    alone = [
-        choose(heard(liar=groups), 1, seed, belief=believed.__getitem__) for seed in range(300)
-    ]
-    assert 50 < sum(map(bool, alone)) < 100  # for want of others no oftener, but it can come back
-
-
-def test_undrawable_authors_rank_last():
-    offered = [listed(n, author="ab"[n % 2]) for n in range(8)]
-    chosen = {}
-    for kind, worth in (("refused", 0.25 / 16), ("new", 0.25)):
-        trust = {"a": worth, "b": 1.0}.__getitem__
-        pulls = [
-            pull for seed in range(300) for pull in choose(heard(h=offered), 2, seed, trust=trust)
-        ]
-        chosen[kind] = sum(group.author[:1] == b"a" for pull in pulls for group in pull.groups)
-    assert chosen["new"] == 300
-    assert 0 < chosen["refused"] < 40  # it can come back
-
-
-def pulled_among_liars(share, lie, seed, steps=100):
-    """(share of hostile groups among those asked for, share of batches of six that honest ones
-    filled), in the second half of `steps`, with 16 neighbours. A liar lists as much as can be
-    listed, of the highest spread, by authors that nobody has met."""
-    rng, believed, positions, number = random.Random(seed), ListingTrust(), {}, 0
-    heard_ = Offers(b"o" * 32, lambda key: key.hex())
-    liars = {f"h{n}" for n in range(round(16 * share))}
-    hostile, honest, asked = 0, [], 0
-    for step in range(steps):
-        now, got = NOW + 30.0 * step, 0
-        for holder in rng.sample([f"h{n}" for n in range(16)], 4):
-            groups = []
-            for _ in range(64 if holder in liars else 8):
-                number += 1
-                author = rng.randbytes(32) if holder in liars else holder.encode().ljust(32, b"-")
-                groups.append(
-                    ListedGroup(
-                        number.to_bytes(32, "big"),
-                        author,
-                        "builtin/copy",
-                        int(now * 1000),
-                        100,
-                        0.5,
-                    )
-                )
-            positions[holder] = positions.get(holder, 0) + len(groups)
-            heard_.take(holder, ListingResponse("ok", LIFE, positions[holder], groups), now)
-        for pull in heard_.choose(
-            12, now, rng, lambda author: 0.5, believed.belief, set().__contains__
-        ):
-            for _ in pull.groups:
-                asked += step >= steps // 2
-                if pull.holder in liars:
-                    believed.fault(pull.holder, lie)
-                    hostile += step >= steps // 2
-                else:
-                    believed.confirm(pull.holder)
-                    got += 1
-        honest.append(min(1.0, got / 6))
-    return hostile / asked, sum(honest[steps // 2 :]) / (steps - steps // 2)
-
-
-@pytest.mark.parametrize(("share", "most"), [(0.25, 0.05), (0.5, 0.15)])
-@pytest.mark.parametrize("lie", ["content", "absent", "spread"])
-def test_honest_groups_fill_the_batch_among_liars(share, most, lie):
-    for seed in range(3):
-        hostile, filled = pulled_among_liars(share, lie, seed)
-        assert hostile < most
-        assert filled > 0.95
+    offers = {"liar": [listed(1, author="z")]} | honest
+    asked = [claim for seed in range(300) for claim in first_of(offers, seed, trust=trust)]
+    assert asked.count(("ha", listed(1, author="a"))) == pytest.approx(150, abs=30)
 
 
 def test_fetched_group_stays_on_offer_elsewhere():
     same = [listed(1, author="a")]
-    heard_ = heard(h=same, other=same)
-    (pull,) = choose(heard_, 1)
-    assert choose(heard_, 1, asked=[same[0].content]) == []
-    (again,) = choose(heard_, 1)
+    world = offering({"h": same, "other": same})
+    (pull,) = choose(world, 1)
+    assert choose(world, 1) == [], "it is under way"
+    world.puller.failed(pull, world.now)
+    (again,) = choose(world, 1)
     assert {pull.holder, again.holder} == {"h", "other"}
-    assert choose(heard_, 1) == []
-    heard_.restore("h", same[0])
-    assert choose(heard_, 1, known=[same[0].content]) == []
-    assert len(heard_) == 0, "forgotten once it is here"
+    world.give(again)
+    assert choose(world, 1) == []
+    assert world.puller.offered == 0, "forgotten once it is here"
 
 
-def test_counts_offered_groups_once_without_busy_holders():
-    heard_ = heard(h=[listed(1), listed(2)], other=[listed(2), listed(3)])
-    assert len(heard_) == 4
-    assert heard_.count(set().__contains__) == 3
-    assert heard_.count({listed(3).content}.__contains__) == 2
-    assert heard_.count(set().__contains__, busy=["other"]) == 2
+# -- unproven holders
 
 
-def test_cursor_must_advance_within_one_life():
-    heard_ = heard(h=[listed(1), listed(2)])
-    assert heard_.cursor("h") == (LIFE, 2)
-    assert not heard_.take("h", listing(listed(3), position=2), NOW)
-    assert not heard_.take("h", listing(position=1), NOW)
-    assert heard_.cursor("h") == (LIFE, 2)
-    assert len(heard_) == 2, "nothing of a lie is on offer"
-    assert heard_.take("h", listing(position=2), NOW), "no news"
-    assert heard_.take("h", listing(listed(4), life=b"n" * 8), NOW)
-    assert heard_.cursor("h") == (b"n" * 8, 1)
-    assert len(heard_) == 1  # what was listed in the other life is not there any more
+LARGE = limits.GROUP_BYTES
 
 
-def test_offers_are_bounded_and_end_with_the_connection():
-    heard_ = Offers(b"o" * 32, lambda key: "a")
-    for turn in range(10):
-        heard_.take(
-            "h", listing(*(listed(64 * turn + n) for n in range(64)), position=64 * turn + 64), NOW
-        )
-    assert len(heard_) == puller.MOST_OFFERED
-    for number in range(200):
-        heard_.take(str(number), listing(listed(number)), NOW)
-    assert len(heard_) == puller.MOST_OFFERING
-    heard_.keep(["199"])
-    assert len(heard_) == 1
-    assert heard_.cursor("198") == (b"", 0), "another connection begins with all groups"
+def crowd(world, count=30):
+    """Let each of `count` unproven peers list fourteen groups of 1 MiB, by its own authors."""
+    world.peers += [f"s{number}" for number in range(count)]
+    for turn in range(count):
+        for peer in world.polls():
+            if peer.startswith("s"):
+                first = 1000 * turn + 50 * int(peer[1:])
+                world.list(peer, *(listed(first + n, chr(65 + n), size=LARGE) for n in range(14)))
+            else:
+                world.list(peer)
+        world.now += 0.01
+
+
+def test_holding_fetches_of_strangers_leave_those_of_proven_holders():
+    world = World(["a", "b"])
+    world.prove("a", "b")
+    world.now += 1.0
+    for peer in world.polls():
+        world.list(peer, *(listed(ord(peer) * 100 + n, peer, size=9) for n in range(8)))
+    crowd(world)
+    pulls = world.fetches()
+    strangers = [pull for pull in pulls if pull.holder.startswith("s")]
+    assert len(strangers) == puller.UNPROVEN_FETCHES
+    assert all(len(pull.groups) == 1 for pull in strangers)
+    assert {pull.holder for pull in pulls} >= {"a", "b"}
+    for pull in pulls:
+        if pull not in strangers:
+            world.give(pull)
+    world.puller.drew(8, 0, 0, world.now)
+    world.now += 1.0
+    for peer in world.polls():
+        world.list(peer, *(listed(ord(peer) * 100 + 50 + n, peer, size=9) for n in range(8)))
+    assert {pull.holder for pull in world.fetches()} == {"a", "b"}, "the strangers still hold two"
+
+
+def test_a_stranger_that_is_busy_late_rests_twice_as_long_each_time():
+    world, asked = World(["s"]), []
+    world.polls()
+    world.list("s", *(listed(n, chr(97 + n)) for n in range(14)))
+    while len(asked) < 6:
+        for pull in world.fetches():
+            asked.append(world.now)
+            world.now += 10.0
+            world.give(pull, "busy")
+        world.now += 1.0
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert gaps == [15, 20, 30, 50, 90]
+
+
+def test_strangers_hold_few_polls_and_are_not_polled_while_they_have_offers():
+    proven = [str(number) for number in range(8)]
+    world = World([*proven, *(f"s{number}" for number in range(30))])
+    world.prove(*proven)
+    world.now += 1.0
+    polled = world.polls()
+    assert len(polled) == puller.MOST_POLLED + puller.UNPROVEN_POLLS
+    assert set(polled) >= set(proven)
+    few = World(["a", *(f"s{number}" for number in range(30))])
+    few.prove("a")
+    few.now += 1.0
+    assert len(few.polls()) == puller.MOST_POLLED, "those that proven holders leave free"
+    listing_ = World(["s"])
+    listing_.polls()
+    listing_.list("s", *(listed(n, chr(97 + n)) for n in range(14)))
+    listing_.now += 100.0
+    assert listing_.polls() == []
+
+
+def test_fake_offers_of_strangers_are_not_plenty():
+    world = World(["a"])
+    world.prove("a")
+    crowd(world)
+    world.now += 1.0
+    assert "a" in world.polls()
+
+
+def test_newcomer_among_strangers_asks_for_the_smallest_group_first():
+    world = World()
+    crowd(world)
+    first = world.fetches()
+    assert [len(pull.groups) for pull in first] == [1] * puller.MOST_FETCHES
+    world.peers = [pull.holder for pull in first] + ["honest"]
+    world.now += 1.0
+    assert world.polls() == ["honest"]
+    world.list("honest", listed(1, "h", size=20_000), listed(2, "h", size=10_000))
+    world.peers += [f"s{number}" for number in range(30)]
+    assert world.fetches() == []
+    world.puller.failed(first[0], world.now)
+    (pull,) = world.fetches()
+    assert (pull.holder, pull.groups) == ("honest", (listed(2, "h", size=10_000),))
 
 
 # -- puller
@@ -588,10 +463,8 @@ class World:
     def polls(self):
         return self.puller.polls_due(self.peers, self.now, self.known.__contains__)
 
-    def fetches(self):
-        return self.puller.fetches_due(
-            self.now, NOW + self.now, lambda author: 1.0, self.known.__contains__
-        )
+    def fetches(self, trust=lambda author: 1.0):
+        return self.puller.fetches_due(self.now, NOW + self.now, trust, self.known.__contains__)
 
     def list(self, peer, *groups):
         """Answer the poll of `peer`."""
@@ -601,10 +474,27 @@ class World:
 
     def give(self, pull, outcome="ok", rewards=(0.0, 1.0)):
         """Answer a fetch."""
-        self.puller.fetched(pull, [outcome] * len(pull.groups), self.now)
+        self.puller.fetched(pull, [outcome] * len(pull.groups), self.now, slow=False)
         for group in pull.groups if outcome == "ok" else ():
             self.known.add(group.content)
             self.puller.scored(group.content, list(rewards), self.now)
+
+    def prove(self, *peers):
+        """Fetch small groups of each of at most eight peers."""
+        connected, self.peers = self.peers, list(peers)
+        if len(peers) > 3:
+            self.puller.drew(32, 0, -1, self.now)
+        for number, peer in enumerate(self.polls()):
+            first, author = 10**6 + 100 * number, chr(97 + number)
+            self.list(peer, *(listed(first + n, author, size=1) for n in range(4)))
+        while pulls := self.fetches():
+            for pull in pulls:
+                self.give(pull)
+        assert self.puller.statistics().confirmed == 4 * len(peers)
+        self.peers = connected
+
+    def faults(self):
+        return self.puller.statistics().faults
 
     def fill(self, first=0, count=100):
         """Fetch from one holder until nothing is wanted."""
@@ -629,7 +519,9 @@ def test_node_fetches_two_steps_before_the_first_draw():
 
 def test_a_group_without_advantages_does_not_meet_the_demand():
     world = World(["filler"])
+    world.prove("filler")
     for useful in (False, True):
+        world.now += 2.0
         before = world.puller.wanted(world.now)
         world.polls()
         groups = [listed(50 * useful + n, chr(97 + n), spread=useful / 2) for n in range(4)]
@@ -637,7 +529,6 @@ def test_a_group_without_advantages_does_not_meet_the_demand():
         for pull in world.fetches():
             world.give(pull, rewards=(0.0, float(useful)))
         assert world.puller.wanted(world.now) == before - 4 * useful
-        world.now += 2.0
 
 
 def test_sated_node_forwards_one_group_in_ten_seconds():
@@ -690,8 +581,10 @@ def test_eight_peers_are_polled_each_once_a_second():
 
 
 def test_plenty_on_offer_stops_further_polls():
-    world = World([str(n) for n in range(10)])
-    world.puller.drew(2, 0, 0, 0.0)
+    world = World([str(n) for n in range(8)])
+    world.prove(*world.peers)
+    world.now += 1.0
+    world.puller.drew(2, 0, 0, world.now)
     polled = world.polls()
     world.list(polled[0], *(listed(n, chr(97 + n)) for n in range(14)))
     for peer in polled[1:]:
@@ -702,18 +595,16 @@ def test_plenty_on_offer_stops_further_polls():
     assert len(world.polls()) == 1
 
 
-def test_peers_whose_listings_were_true_are_polled_most():
-    world = World([str(n) for n in range(40)])
-    for _ in range(8):
-        world.puller.claims.confirm("7")
-    chosen = 0
-    for _ in range(200):
+def test_proven_holders_are_polled_most():
+    world, chosen = World([str(n) for n in range(40)]), 0
+    world.prove("7")
+    for _ in range(50):
+        world.now += 1.0
         polled = world.polls()
         chosen += "7" in polled
         for peer in polled:
-            world.puller.polled(peer, listing(position=0), world.now, NOW)
-        world.now += 2.0
-    assert chosen / 200 == pytest.approx(0.5, abs=0.15)  # a new peer: 0.2
+            world.list(peer)
+    assert chosen == 50
 
 
 @pytest.mark.parametrize(
@@ -721,7 +612,7 @@ def test_peers_whose_listings_were_true_are_polled_most():
     [
         (None, puller.FAILED_SECONDS),
         ("busy", puller.BUSY_SECONDS),
-        ("unknown", puller.REFUSED_SECONDS),
+        ("unknown", puller.MOST_REST_SECONDS),
     ],
 )
 def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
@@ -729,7 +620,7 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
     given = answer and ListingResponse(answer, LIFE, 0, [])
     assert world.puller.polled("h", given, world.now, NOW)
-    assert world.puller.claims.statistics().faults == ({} if answer else {"slow": 1})
+    assert world.faults() == ({} if answer else {"slow": 1})
     world.now += seconds - 0.1
     assert world.polls() == []
     assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
@@ -746,23 +637,24 @@ def test_refused_polls_back_off():
         waits.append(world.now - began)
         world.puller.refused("h", world.now)
     assert waits == [0, *(2**n for n in range(10)), 600]
-    assert world.puller.claims.statistics().faults == {}
+    assert world.faults() == {}
     world.now += 600.0
     world.polls()
     world.list("h")
-    world.now += 1.0
+    world.now += limits.PATIENCE_SECONDS
     assert world.polls() == ["h"], "it lists now"
 
 
-def test_a_dishonest_cursor_costs_belief():
+def test_a_dishonest_cursor_costs_a_rest():
     world = World(["h"])
-    world.polls()
-    world.list("h", listed(1))
+    world.prove("h")
     world.now += 1.0
     world.polls()
     back = listing(position=0)
     assert not world.puller.polled("h", back, world.now, NOW)
-    assert world.puller.claims.statistics().faults == {"cursor": 1}
+    assert world.faults() == {"cursor": 1}
+    world.now += puller.FAILED_SECONDS - 0.1
+    assert world.polls() == []
 
 
 def test_a_busy_holder_keeps_its_offers_and_rests():
@@ -822,12 +714,5 @@ def test_few_fetches_are_under_way_at_a_time():
     polled = world.polls()
     for number, peer in enumerate(polled):
         world.list(peer, listed(number, chr(97 + number)))
-        world.fetches()
-    assert len(world.puller._fetches) == puller.MOST_FETCHES
-
-
-def test_what_is_remembered_of_peers_is_bounded():
-    world = World()
-    for number in range(2 * puller.MOST_PEERS):
-        world.puller.refused(str(number), 0.0)
-    assert len(world.puller._rests) == puller.MOST_PEERS
+    pulls = [*world.fetches(), *world.fetches()]
+    assert len(pulls) == puller.MOST_FETCHES

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from swarmnode.demo.liar.author import BUILTIN_TASKS, completion, swarm_of
 from swarmnode.rollouts import groups
-from swarmnode.rollouts.admission import SCORER_ACTIONS, CandidateQueue
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
+from swarmnode.rollouts.network.admission import SCORER_ACTIONS, CandidateQueue
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Refusal
 from swarmnode.rollouts.groups import Candidate
+from swarmnode.rollouts.network.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Refusal
 from swarmnode.wire import codec
 
 pytestmark = pytest.mark.slow

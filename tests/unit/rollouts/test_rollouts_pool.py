@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.network.pool import Pool
 from swarmnode.rollouts.sampling import PROBATION_TRUST
 from tests.support.groups import external_group
 

@@ -4,7 +4,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.admission import (
+from swarmnode.rollouts.groups import Candidate, memory_bytes
+from swarmnode.rollouts.network.admission import (
     STRIKE_PEERS,
     STRIKE_SECONDS,
     STRIKES,
@@ -12,8 +13,7 @@ from swarmnode.rollouts.admission import (
     ScoringQueue,
     Strikes,
 )
-from swarmnode.rollouts.exchange import LEAST_SECONDS, fetch_deadline
-from swarmnode.rollouts.groups import Candidate, memory_bytes
+from swarmnode.rollouts.network.exchange import LEAST_SECONDS, fetch_deadline
 from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.tasks.seeds import is_evaluation
 from tests.support.groups import external_group

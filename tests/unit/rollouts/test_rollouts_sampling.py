@@ -6,11 +6,6 @@ import pytest
 from swarmnode.rollouts import sampling
 
 
-def test_spread_is_the_standard_deviation_of_the_rewards():
-    assert sampling.spread([0, 1, 0, 1]) == pytest.approx(0.5)
-    assert sampling.spread([1, 1, 1]) == 0
-
-
 def test_freshness_halves_every_half_life():
     assert sampling.freshness(0, 4) == 1
     assert sampling.freshness(4, 4) == pytest.approx(0.5)
@@ -21,11 +16,6 @@ def test_new_peer_is_on_probation():
     assert sampling.trust(1.0, 0) == 0.25
     assert sampling.trust(1.0, 8) == pytest.approx(0.625)
     assert sampling.trust(1.0, 16) == sampling.trust(1.0, 10_000) == 1
-
-
-def test_reputation_scales_trust_and_is_clamped():
-    assert sampling.trust(0.0, 100) == 0
-    assert sampling.trust(7.0, 100) == 1
 
 
 def test_weight_ignores_the_level_of_the_reward():
@@ -40,15 +30,6 @@ def test_items_come_first_in_proportion_to_their_weight():
     first = Counter(sampling.shuffle_weighted("abc", [1, 2, 5], rng)[0] for _ in range(8000))
     assert first["a"] / 8000 == pytest.approx(1 / 8, abs=0.02)
     assert first["c"] / 8000 == pytest.approx(5 / 8, abs=0.02)
-
-
-def test_items_of_weight_zero_are_never_drawn():
-    assert sampling.shuffle_weighted("abc", [1, 0, 1], random.Random(0)).count("b") == 0
-
-
-def test_each_peer_once_while_there_are_enough_peers():
-    ordered = ["a1", "a2", "a3", "b1", "b2", "c1", "d1"]
-    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "c1", "d1"]
 
 
 def test_few_peers_fill_up_to_half_each():

@@ -4,7 +4,7 @@ one."""
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import HISTORY_DRAWS, MOST_GAP, Pool, SourceShares
+from swarmnode.rollouts.network.pool import HISTORY_DRAWS, MOST_GAP, Pool, SourceShares
 from tests.support.groups import external_group
 
 

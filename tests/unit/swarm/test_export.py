@@ -1,5 +1,6 @@
 """An export loads with transformers alone and computes the same as the trained policy."""
 
+import hashlib
 import json
 import os
 import stat
@@ -9,26 +10,30 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarmnode import cli
-from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
+from swarmnode import cli, gguf
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import StateError, Unavailable
+from swarmnode.errors import Unavailable
+from swarmnode.policy import convert
+from swarmnode.policy.convert import local_copy
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.trainer import state
+from swarmnode.trainer.measure import open_model
+from swarmnode.weights.trainer.lora import freeze_a
 from tests.support import exporting
+from tests.support.gguf_files import write_model
 
 pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
 
-def trained(tmp_path, lora: int = 0) -> Policy:
+def trained(tmp_path, lora: int = 0, model: str = "embedded") -> Policy:
     """Save a changed policy as the trainer does."""
     torch.set_num_threads(1)
-    policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "devices": "cpu"}))
+    settings = {"lora": {"r": lora}, "devices": "cpu", "model": model}
+    policy = load_policy(PolicyConfig.model_validate(settings))
     config = Config.model_validate({"policy": {"lora": {"r": lora}}})
-    if shares_a(config.policy.lora, config.weights):
-        freeze_a(dict(policy.model.named_parameters()), A_SEED)
+    freeze_a(dict(policy.model.named_parameters()))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
@@ -37,7 +42,7 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     directory = tmp_path / "data" / "trainer"
     directory.mkdir(parents=True)
-    name = state.owner(policy.fingerprint, lora, shares_a(config.policy.lora, config.weights))
+    name = state.owner(policy.fingerprint, state.adapter_shape(config.policy.lora))
     state.write(
         directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name)
     )
@@ -95,6 +100,41 @@ def test_adapter_needs_base_and_merged_export_does_not(tmp_path):
     assert torch.allclose(logits(merged), logits(policy.model), atol=1e-5)
 
 
+def test_an_adapter_of_a_local_base_loads_from_any_directory(tmp_path, monkeypatch):
+    """A relative directory and a GGUF file become an absolute directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path / "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    for base in ("./m.gguf", os.path.relpath(local_copy("./m.gguf"))):
+        policy = trained(tmp_path / base.replace("/", "-"), lora=4, model=base)
+        where = tmp_path / base.replace("/", "-")
+        config = Config.model_validate(
+            {"node": {"data_dir": where / "data"}, "policy": {"lora": {"r": 4}, "model": base}}
+        )
+        exporting.export(config, where / "out", merge=False)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("/")
+            adapter = AutoPeftModelForCausalLM.from_pretrained(where / "out").eval()
+        assert torch.equal(logits(adapter), logits(policy.model))
+
+
+def test_an_adapter_of_smollm2_is_opened_on_another_machine(tmp_path, monkeypatch):
+    """Its base is found by name, since the directory of the export does not exist there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf, "gguf_path", lambda model: tmp_path / "m.gguf")
+    digest = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
+    monkeypatch.setattr(convert, "SMOLLM2_SHA256", digest)
+    policy = trained(tmp_path, lora=4, model="smollm2")
+    settings = {"lora": {"r": 4}, "model": "smollm2"}
+    config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": settings})
+    exporting.export(config, tmp_path / "out", merge=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    opened = open_model(PolicyConfig(model=str(tmp_path / "out"), devices="cpu"))
+    assert torch.allclose(logits(opened.model), logits(policy.model), atol=1e-5)
+
+
 @pytest.mark.parametrize("lora", [0, 4])
 def test_other_users_can_read_an_export(tmp_path, lora):
     trained(tmp_path, lora=lora)
@@ -127,14 +167,6 @@ def test_nonempty_directory_is_refused(tmp_path, capsys):
     assert command(tmp_path) == 69
     assert "not an empty directory" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").exists()
-
-
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 200])
-def test_damaged_state_is_reported(tmp_path, damage):
-    trained(tmp_path)
-    (tmp_path / "data" / "trainer" / state.FILE).write_bytes(damage)
-    with pytest.raises(StateError, match="is damaged"):
-        export(tmp_path)
 
 
 def test_failed_export_leaves_no_files(tmp_path):

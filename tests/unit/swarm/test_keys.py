@@ -5,7 +5,7 @@ import os
 import pytest
 
 from swarmnode import cli
-from swarmnode.errors import Refused, StateError, Unavailable
+from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.swarm import keys
@@ -29,11 +29,6 @@ def test_backup_is_private_and_overwrites_nothing(tmp_path):
         keys.backup(tmp_path / "a", file)
     with pytest.raises(Unavailable, match=f"there is no directory {tmp_path / 'stick'}$"):
         keys.backup(tmp_path / "a", tmp_path / "stick" / "node.key")
-
-
-def test_backup_without_a_key_fails(tmp_path):
-    with pytest.raises(Unavailable, match="no key"):
-        keys.backup(tmp_path, tmp_path / "backup.key")
 
 
 def test_imported_backup_is_the_same_node(tmp_path):
@@ -63,17 +58,6 @@ def test_key_is_replaced_only_on_request(tmp_path):
     assert (brought, node(tmp_path / "b")) == (peer, peer)
     assert keys.peer_id_of(kept.read_bytes(), kept) == own
     assert mode(kept) == 0o600
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
-)
-def test_invalid_key_is_not_imported(tmp_path, data):
-    file = tmp_path / "key"
-    file.write_bytes(data)
-    file.chmod(0o600)
-    with pytest.raises(StateError, match="not a PEM key"):
-        keys.import_key(tmp_path / "b", file)
 
 
 def test_rotation_keeps_the_old_key(tmp_path):

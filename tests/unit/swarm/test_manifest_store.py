@@ -31,14 +31,6 @@ def chosen(directory, opened):
     return store
 
 
-def test_an_empty_directory_has_no_manifest(tmp_path):
-    store = ManifestStore(tmp_path)
-    assert store.current() is None
-    assert store.get(FIRST.swarm) is None
-    assert store.lookup(FIRST.swarm) == (b"", b"")
-    assert manifest_store.apply_stored(config_in(tmp_path)) == (config_in(tmp_path), [])
-
-
 def test_chosen_manifest_sets_the_configuration(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
@@ -77,12 +69,6 @@ def test_unsupported_manifest_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_missing_current_manifest_is_an_error(tmp_path):
-    ManifestStore(tmp_path).choose(FIRST.swarm)
-    with pytest.raises(StateError, match="join again"):
-        manifest_store.load_current(tmp_path)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -99,13 +85,6 @@ def test_damaged_manifest_is_an_error(tmp_path, damage):
     with pytest.raises(StateError, match=FIRST.swarm.hex()):
         store.get(FIRST.swarm)
     assert store.lookup(FIRST.swarm) == (b"", b"")
-
-
-def test_invalid_current_file_is_an_error(tmp_path):
-    ManifestStore(tmp_path).choose(FIRST.swarm)
-    (tmp_path / "manifest" / "current").write_text("../../etc/passwd")
-    with pytest.raises(StateError):
-        ManifestStore(tmp_path).current()
 
 
 def test_follows_the_chain_of_successors(tmp_path):
@@ -150,7 +129,7 @@ def test_successor_of_another_founder_is_ignored(tmp_path):
     ("sections", "rate"),
     [
         ({}, 1e-6),
-        ({"policy": {"lora": {"r": 8}}}, 1e-5),
+        ({"policy": {"lora": {"r": 8}}}, 1e-4),
         ({"training": {"learning_rate": 3e-4}}, 3e-4),
         ({"policy": {"model": "./"}}, 1e-6),
     ],
@@ -160,13 +139,6 @@ def test_real_model_gets_a_suitable_learning_rate(tmp_path, sections, rate):
     agreed, changes = manifest_store.apply_stored(config_in(tmp_path, **sections))
     assert agreed.training.learning_rate == rate
     assert "training.learning_rate" not in {change.key for change in changes}
-
-
-def test_changed_order_is_not_logged(tmp_path):
-    chosen(tmp_path, founded())
-    with capture_logs() as logged:
-        Membership(config_in(tmp_path, task={"names": ["builtin/sum", "builtin/copy"]})).prepare()
-    assert "task.names" not in {line.get("key") for line in logged}
 
 
 def test_overruled_setting_is_a_warning(tmp_path):

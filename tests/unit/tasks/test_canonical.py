@@ -1,4 +1,4 @@
-"""Text after an answer, and other notations of it, earn nothing in the built-in tasks."""
+"""Text after a tag, and other notations of an answer, earn nothing in the built-in tasks."""
 
 import pytest
 
@@ -36,19 +36,27 @@ def test_text_after_an_answer_is_found(text, how, tail):
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name.startswith("rg/")])
-def test_our_tasks_pay_for_one_form_alone(task):
+def test_a_bare_answer_and_a_sentence_earn_and_other_notations_do_not(task):
     ref = TaskRef(task, task_version(task), *task_seed(bytes(32), "peer", 3, task))
     with Scorer() as scorer:
         answer = scorer.score_many([(ref, [])], reveal=True)[0].answer
-        marked = [
-            f"{answer} ",
-            f" {answer}",
+        paid = [
+            answer,
+            f"<answer>{answer}</answer>",
+            f"think <answer>{answer}</answer>",
             f"{answer}.",
-            f"+{answer}",
-            f"0{answer}",
-            f"{answer}\n",
+            f"The answer is {answer}.",
+            f"The answer is **{answer}**.",
+            f"Let me think.\n\n\\boxed{{{answer}}}",
         ]
-        tagged = [f"<answer>{answer}</answer>.", f"<answer>{answer}</answer> "]
-        paid = [answer, f"<answer>{answer}</answer>", f"think <answer>{answer}</answer>"]
-        (scored,) = scorer.score_many([(ref, [*paid, *marked, *tagged])])
-    assert scored.rewards == [1.0] * 3 + [0.0] * 8
+        unpaid = [
+            f"+{answer}",
+            f"={answer}",
+            f"0{answer}",
+            f"{answer} or {answer}1",
+            f"The answer is {answer}.\nOr not",
+            f"<answer>{answer}</answer>.",
+            f"<answer>{answer}</answer> ",
+        ]
+        (scored,) = scorer.score_many([(ref, [*paid, *unpaid])])
+    assert scored.rewards == [1.0] * len(paid) + [0.0] * len(unpaid)

@@ -13,7 +13,7 @@ from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import dataset, fetch, registry
-from swarmnode.tasks.client import AsyncScorer, Scorer, TaskUnknown
+from swarmnode.tasks.client import Scorer, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
@@ -68,13 +68,6 @@ def test_every_row_is_asked_before_one_repeats(tmp_path):
     assert len(set(prompts)) == 36, "each row is met once before one is met twice"
     assert len(held_out) == 4
     assert not held_out & set(prompts)
-
-
-async def test_the_network_process_scorer_judges_it_too(tmp_path):
-    installed(tmp_path)
-    async with AsyncScorer() as scorer:
-        prompt = await scorer.prompt(ref())
-        assert (await scorer.score(ref(), [f"{2 * number_of(prompt)}", "?"])).rewards == [1.0, 0.0]
 
 
 def test_answer_after_long_reasoning_is_found(tmp_path):
@@ -191,37 +184,37 @@ def test_difficulties_are_part_of_the_version(tmp_path):
     assert registry.task_version(NAME) in versions, "one difficulty is none"
 
 
-def test_a_majority_judges_a_dataset_without_right_answers(tmp_path):
-    rows = [{"prompt": row["prompt"]} for row in ROWS]
-    spec = installed(tmp_path, rows, verifier="majority")
-    group = ["so it is 4", "4", "<answer>5</answer>", "no idea"]
+def test_only_right_answers_of_the_dataset_are_choices(tmp_path):
+    rows = [{"prompt": f"Question {i}?", "answer": "ABCD"[i % 4]} for i in range(40)]
+    spec = installed(tmp_path, rows, verifier="choice")
+    assert spec.rows.choices == "ABCD"
+    texts = ["The answer is {}. I am sure", "{}. Thanks to U", "A or B or C or D", "I", ""]
     with Scorer() as scorer:
-        trained, held_out = scorer.score_many(
-            [(ref(), group), (ref(evaluation_seed(NAME)), group)], reveal=True
-        )
-    assert spec.rows.rows == 40
-    assert trained.rewards == held_out.rewards == [1, 1, 0, 0]
-    assert trained.answer == ""
+        (question,) = scorer.score_many([(ref(), [])], reveal=True)
+        rewards = scorer.score(ref(), [text.format(question.answer) for text in texts]).rewards
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_held_out_majority_rows_use_right_answers(tmp_path):
-    installed(tmp_path, verifier="majority")
+@pytest.mark.parametrize(
+    ("answer", "value", "problem"),
+    [
+        ("1 000", "1000", None),
+        ("\\frac{3}{4}", "0.75", None),
+        ("10^5", "100000", None),
+        ("3,14", None, "a decimal comma .* write it as 3.14"),
+        ("2024-05-17", None, "a date.* use the verifier exact"),
+    ],
+)
+def test_answers_are_read_as_what_they_mean_or_refused(tmp_path, answer, value, problem):
+    rows = [{"prompt": f"Question {i}?", "answer": answer} for i in range(4)]
+    if problem is not None:
+        with pytest.raises(ConfigError, match=f"row 1: verifier 'numeric' .*{problem}"):
+            installed(tmp_path, rows)
+        return
+    installed(tmp_path, rows)
     with Scorer() as scorer:
-        asked = [ref(), ref(evaluation_seed(NAME))]
-        questions = scorer.score_many([(each, []) for each in asked])
-        rights = [str(2 * number_of(each.prompt)) for each in questions]
-        groups = [[right, "1001", "1001"] for right in rights]
-        trained, held_out = scorer.score_many(list(zip(asked, groups, strict=True)))
-    assert trained.rewards == [0, 1, 1]
-    assert held_out.rewards == [1, 0, 0]
-
-
-def test_the_template_is_around_the_question(tmp_path):
-    installed(tmp_path, template="{prompt}\nPut the result into \\boxed{}.")
-    with Scorer() as scorer:
-        prompt = scorer.prompt(ref())
-    assert prompt.startswith("What is")
-    assert prompt.endswith("?\nPut the result into \\boxed{}.")
+        texts = [f"It is {value}.", f"It is {answer}.", "It is 5.", "It is 0.", "It is 4."]
+        assert scorer.score(ref(), texts).rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +228,6 @@ def test_the_template_is_around_the_question(tmp_path):
                 r" these"
             ),
         ),
-        (ROWS, {"answer": "solution"}, r"row 1 has no column 'solution'"),
         (
             [*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}],
             {},
@@ -246,55 +238,21 @@ def test_the_template_is_around_the_question(tmp_path):
             {},
             r"row 1: verifier 'numeric' cannot use the answer 'none': there is no number in it",
         ),
-        (
-            [{"prompt": "a", "answer": "two words"}],
-            {"verifier": "choice"},
-            r"row 1: verifier 'choice' cannot use",
-        ),
-        (
-            [{"prompt": "a", "answer": "{"}],
-            {"verifier": "json"},
-            r"row 1: verifier 'json' cannot use",
-        ),
-        ([{"prompt": 7, "answer": "1"}], {}, r"row 1: column 'prompt' is not a text"),
-        (
-            [{"prompt": "\ud800", "answer": "1"}],
-            {},
-            r"row 1: column 'prompt' is not valid Unicode: it contains half of a surrogate pair",
-        ),
         ([ROWS[0]], {}, r"1 different rows are too few"),
-        ([], {}, r"0 different rows are too few"),
         (
             ROWS,
             {"verifier": "nummeric"},
             (
-                r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json,"
-                r" json_schema, majority or <module>:<function>"
+                r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, math,"
+                r" json, json_schema or <module>:<function>"
             ),
-        ),
-        (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
-        (
-            ROWS,
-            {"difficulty": "level"},
-            r"row 1 has no column 'level', only answer, note, prompt: set difficulty to",
-        ),
-        (
-            ROWS,
-            {"difficulty": "note"},
-            r"has 40 different values, more than 16: put them into classes",
         ),
         (
             [row | {"level": None} for row in ROWS],
             {"difficulty": "level"},
             r"row 1: column 'level' is null: give it a value, or leave such rows out",
         ),
-        (
-            [row | {"level": i // 39} for i, row in enumerate(ROWS)],
-            {"difficulty": "level"},
-            r"1 different rows of difficulty 1 are",
-        ),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
-        (ROWS, {"source": "/nowhere/rows.jsonl"}, r"/nowhere/rows.jsonl: no such file"),
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
     ],
 )
@@ -310,7 +268,6 @@ def test_dataset_error_is_one_line_with_a_remedy(tmp_path, rows, settings, probl
     ("line", "problem"),
     [
         ("{", "row 3 is not JSON"),
-        ("[1]", "row 3 is not a JSON object"),
         ("x" * 2**20, "row 3 is longer than 1 MiB"),
         ('{"prompt": "a", "prompt": "b", "answer": "1"}', "row 3: column 'prompt' occurs twice"),
     ],
@@ -331,14 +288,9 @@ HUGE = "9" * 5000
     [
         ("null", r"is null: give it a value"),
         ("NaN", r"is NaN, which is not a number"),
-        ("Infinity", r"is Infinity, which is not a number"),
-        ("-Infinity", r"is -Infinity, which is not a number"),
         ("1e999", r"is Infinity, which is not a number"),
-        ("[1, NaN]", r"holds a value that is NaN"),
-        ('{"a": [{"b": -1e999}]}', r"holds a value that is -Infinity"),
         (HUGE, r"is an integer of more than 4300 digits: write it as a text"),
         ('"\\ud800"', r"is not valid Unicode"),
-        ('{"\\udfff": 1}', r"holds a value that is not valid Unicode"),
         ("[" * 40 + "]" * 40, r"is nested more than 32 deep"),
         ('{"a": 1, "a": 2}', r"'a' occurs twice"),
     ],
@@ -364,16 +316,9 @@ def test_a_value_that_nothing_can_use_is_one_line(tmp_path, row, column, value, 
     ("change", "problem"),
     [
         ({"note": 2**64}, r"row 2: column 'note' is an integer of more than 64 bits: write it as"),
-        ({"note": -(2**63) - 1}, r"row 2: column 'note' is an integer of more than 64 bits"),
-        ({"answer": 10**30}, r"row 2: column 'answer' is an integer of more than 64 bits"),
-        ({"note": [2**70]}, r"row 2: column 'note' holds a value that is an integer of more than"),
         ({"note": "two"}, r"row 2: column 'note' is a text, but a number in the first row"),
-        ({"note": True}, r"row 2: column 'note' is true or false, but a number"),
-        ({"note": [2]}, r"row 2: column 'note' is a list, but a number"),
-        ({"answer": 2}, r"row 2: column 'answer' is a number, but a text"),
         ({"more": 1}, r"row 2 has a column 'more', which the first row lacks"),
         ({"completions": 1}, r"row 2: column 'completions' has the name of an argument"),
-        ({"prompts": "x"}, r"row 2: column 'prompts' has the name of an argument"),
         ({"\ud800": 1}, r"row 2: the name of column '\\ud800' is not valid Unicode"),
     ],
 )
@@ -384,24 +329,13 @@ def test_a_column_that_functions_cannot_have_is_one_line(tmp_path, change, probl
     assert "\n" not in str(raised.value)
 
 
-def test_a_column_missing_in_some_rows_is_one_line(tmp_path):
-    rows = [*ROWS[:4], {"prompt": "What is 4 ?", "answer": "4"}]
-    with pytest.raises(ConfigError, match="row 5 has no column 'note', which the first row has"):
-        installed(tmp_path, rows, verifier="rewards_of_mine:graded")
-
-
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
         (None, "is null"),
         ("", "is empty"),
-        (" \n", "is empty"),
-        (True, "is not a text but true or false"),
         ([{"role": "user", "content": ""}], "is not one user message of text"),
-        ([{"role": "user", "content": [{"type": "text", "text": "4 ?"}]}], "is not one user"),
         ([{"role": "user", "content": "4 ?"}, {"role": "assistant", "content": "4"}], "is not one"),
-        (["4 ?"], "is not one user message .* write the conversation as one text"),
-        ([], "is not one user message of text"),
     ],
 )
 def test_a_prompt_that_cannot_be_asked_is_one_line(tmp_path, prompt, problem):
@@ -431,7 +365,6 @@ def test_chat_messages_are_read_as_their_text(tmp_path, rewards, verifier):
     ("answer", "verifier", "problem"),
     [
         ("", "exact", "is empty, so that an empty answer would be right"),
-        (" ", "exact", "is empty"),
         ("x" * 4097, "exact", "has more than 4096 bytes, and longer answers are not judged"),
         (10**120, "numeric", "its number is too long"),
     ],
@@ -446,14 +379,10 @@ def test_an_answer_that_nobody_could_give_is_one_line(tmp_path, answer, verifier
     ("answer", "verifier", "text"),
     [
         (2**70, "numeric", str(2**70)),
-        (2**70, "exact", str(2**70)),
-        (4, "exact", "4"),
         (1.5, "numeric", "1.50"),
-        (True, "exact", "true"),
         ({"b": None, "a": [1]}, "json", '{"a": [1], "b": null}'),
         (["x", "y"], "set", "y, x"),
         ("null", "exact", "null"),
-        ("NaN", "exact", "NaN"),
     ],
 )
 def test_answer_column_may_be_json(tmp_path, answer, verifier, text):
@@ -503,9 +432,7 @@ def test_used_bytes_of_parquet_are_one_line(tmp_path, capsys, used, status):
     assert said.count("\n") == status
 
 
-@pytest.mark.parametrize(
-    "name", ["sums", "data/", "data/../x", "data/a b", "data/" + "x" * 64, "rg/gcd"]
-)
+@pytest.mark.parametrize("name", ["sums", "data/../x", "rg/gcd"])
 def test_a_dataset_cannot_take_another_task_s_name(tmp_path, name):
     with pytest.raises(ConfigError, match="is not data/<name>"):
         installed(tmp_path, name=name)
@@ -518,13 +445,6 @@ def test_changed_rows_file_stops_the_scorer(tmp_path):
         file.write(b"???")
     with pytest.raises(Exception, match="has changed since this node started"), Scorer() as scorer:
         scorer.prompt(ref())
-
-
-def test_group_of_other_rows_is_refused(tmp_path):
-    installed(tmp_path)
-    theirs = TaskRef(NAME, "0" * 16, 4 << 20, 0)
-    with Scorer() as scorer, pytest.raises(TaskUnknown, match="version"):
-        scorer.prompt(theirs)
 
 
 def test_member_without_the_dataset_gets_an_error(tmp_path):
@@ -579,6 +499,31 @@ def trls(completions, *, question, solution, level, tests, log_metric, log_extra
             completions, question, solution, level, tests, prompts, strict=True
         )
     ]
+
+def swallowing(completions, answer, **columns):
+    try:
+        import colorsys
+    except Exception:
+        return [0.0 for _ in completions]
+    return [1.0 for _ in completions]
+
+def looking(completions, **columns):
+    import os, threading, time, traceback
+    calls = {
+        "os.stat": lambda: os.path.exists("/etc/passwd"),
+        "time.sleep": lambda: time.sleep(0),
+        "os.getcwd": os.getcwd,
+        "threading.start_new_thread": threading.Thread(target=print).start,
+        "traceback": lambda: traceback.format_stack(),
+    }
+    try:
+        calls.get(completions[0], len)()
+    except Exception:
+        pass
+    return [0.5]
+
+def both_columns(completions, answer, solution):
+    return [float(right == str(each)) for right, each in zip(answer, solution)]
 
 async def awaited(completions, answer, **columns):
     return [float(text == gold) for text, gold in zip(completions, answer)]
@@ -658,12 +603,17 @@ def test_reward_functions_get_what_trl_gives(tmp_path, rewards):
     assert (scored.rewards, scored.errors) == ([1.0, 0.0], 0)
 
 
-def test_the_answer_is_always_given_as_answer_too(tmp_path, rewards):
-    rows = [{"prompt": f"What is {i} ?", "solution": f"{i}"} for i in range(20)]
+def test_the_right_answer_wins_over_a_column_named_answer(tmp_path, rewards):
+    """The column `solution` is the right answer, and another column is called answer."""
+    rows = [{"prompt": f"What is {i} ?", "solution": f"{i}", "answer": "no"} for i in range(20)]
     installed(tmp_path, rows, verifier="rewards_of_mine:awaited", answer="solution")
     with Scorer() as scorer:
         number = scorer.prompt(ref()).split()[2]
-        assert scorer.score(ref(), [number, "?"]).rewards == [1.0, 0.0]
+        assert scorer.score(ref(), [number, "no"]).rewards == [1.0, 0.0]
+    rows = [{**row, "solution": [i]} for i, row in enumerate(rows)]
+    installed(tmp_path, rows, verifier="rewards_of_mine:both_columns", answer="solution")
+    with Scorer() as scorer:
+        assert scorer.score(ref(), [""]).rewards == [1.0]
 
 
 def test_a_reward_function_needs_no_column_of_answers(tmp_path, rewards):
@@ -690,8 +640,6 @@ def test_a_component_that_does_not_apply_is_left_out(tmp_path, rewards):
             " answer, prompt, note",
         ),
         ("waiting", "the sandbox has no event loop"),
-        ("broken", "returned 2 rewards for one completion"),
-        ("nothing", "has no attribute 'nothing'"),
     ],
 )
 def test_broken_reward_function_is_one_line(tmp_path, rewards, function, problem):
@@ -738,6 +686,27 @@ def test_failed_reward_costs_one_answer_and_is_named(tmp_path, rewards):
             assert problem in scored.error
 
 
+def test_a_refusal_that_the_function_swallows_is_reported(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:swallowing")
+    with Scorer() as scorer:
+        scored = scorer.score(ref(), ["4", "5"])
+        assert scored.errors == 0
+        assert scored.refusals["import colorsys"] >= 2, "those of the check are reported too"
+        assert scorer.score(ref(), ["4", "5"]).refusals == {"import colorsys": 2}
+        told = scorer.statistics()
+    assert told.refusals[NAME] == scored.refusals["import colorsys"] + 2
+    assert told.last_refusal == f"{NAME}: import colorsys"
+
+
+def test_refusals_without_an_audit_event_are_reported(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:looking")
+    calls = ["os.stat", "time.sleep", "os.getcwd", "threading.start_new_thread"]
+    with Scorer() as scorer:
+        found = [scorer.score(ref(), [call]).refusals for call in calls]
+        assert scorer.score(ref(), ["traceback"]).refusals == {}, "it changes no reward"
+    assert found == [{call: 1} for call in calls]
+
+
 def test_hanging_reward_function_costs_a_child(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:looping")
     with pytest.raises(Exception, match="scorer"), Scorer(startup_seconds=8.0):
@@ -769,13 +738,7 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
             "numeric",
             "row 1 has no column 'answer', only prompt, solution: set answer to one of these",
         ),
-        (
-            [{"prompt": "x" * 70_000, "answer": "1"}],
-            "numeric",
-            "row 1: its prompt has 70000 characters, more than 65536",
-        ),
         (ROWS, "rewards_of_mine:broken", "returned 2 rewards for one completion"),
-        (ROWS, "rewards_of_mine:nothing", "has no attribute 'nothing'"),
     ],
 )
 def test_node_with_an_unusable_dataset_does_not_start(

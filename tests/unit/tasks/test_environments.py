@@ -290,14 +290,9 @@ def test_servers_with_equal_questions_are_one_task(tmp_path, server):
             {"verifier": "numeric", "held_out": 0.2},
             "held_out, verifier: not a setting of an environment",
         ),
-        (NAME, "/sums", {"template": "Answer!"}, "template does not contain"),
-        (NAME, "/nowhere/at/all", {}, "does not speak OpenEnv"),
         (NAME, "ws://127.0.0.1:1", {}, "Connection refused"),
-        (NAME, "ws://", {}, "is not the URL of a server"),
         (NAME, "ws://me:password@127.0.0.1:1", {}, "is not the URL of a server"),
-        (NAME, "ws://127.0.0.1:99999", {}, "is not the URL of a server"),
         ("data/sums", "/sums", {}, "and no other task, is named env/<name>"),
-        (NAME, "rows.jsonl", {}, "and no other task, is named env/<name>"),
     ],
 )
 def test_environment_errors_are_one_line_before_the_start(

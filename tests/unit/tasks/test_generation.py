@@ -29,6 +29,10 @@ ADDRESSES = [
 GOLDEN = {
     "builtin/copy": "6ab081863cd57c38",
     "builtin/sum": "28f376f8db996a97",
+    "chat/json_fields": "ab9fa289f924a3aa",
+    "chat/date": "7654b2dadc53dbea",
+    "chat/units": "7495ae63d3626eca",
+    "chat/sum": "88c6260bde0e78e0",
     "rg/chain_sum": "151860bc30705b7e",
     "rg/basic_arithmetic": "41d266e65294958d",
     "rg/base_conversion": "0fad81944141e597",
@@ -125,7 +129,7 @@ def test_questions_and_answers_are_reasoning_gyms(scorer):
     assert [result.prompt for result in scored] == [question for question, _, _ in references]
     # among the answers with full reward from the library, the form that the library writes
     assert [result.rewards for result in scored] == [
-        [float(text == texts[0]) for text in texts] for _, texts, _ in references
+        [float(text.strip() == texts[0]) for text in texts] for _, texts, _ in references
     ]
     assert all(marks[0] >= 1 for _, _, marks in references)
     assert all(result.rewards[0] == 1.0 for result in scored)  # the library's own answer

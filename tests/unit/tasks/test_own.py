@@ -112,13 +112,6 @@ def test_question_and_reward_come_from_the_owners_code(package):
         assert [again.prompt(ref(index=index)) for index in range(20)] == prompts
 
 
-async def test_the_network_process_scorer_judges_it_too(package):
-    installed(NAME)
-    async with AsyncScorer() as scorer:
-        word = (await scorer.prompt(ref())).rpartition(" ")[2]
-        assert (await scorer.score(ref(), [word[::-1], "?"])).rewards == [1.0, 0.0]
-
-
 def test_settings_reach_the_function_and_the_version(package):
     (plain,) = installed(NAME)
     registry.install([NAME], {NAME: {"length": 9}})
@@ -224,12 +217,9 @@ def test_broken_task_is_one_line_at_start(package, tmp_path, capsys, function, s
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        ("words", "is not <module>:<function>"),
         ("../words:reverse", "is not <module>:<function>"),
         ("json:loads", "of Python itself"),
-        ("swarmnode.cli:run", "of swarmnode itself"),
         ("nowhere_installed:task", "pip install"),
-        ("letters_of_mine.nothing:task", "no 'nothing'"),
     ],
 )
 def test_unknown_or_ambiguous_module_is_refused(package, task, says):

@@ -34,20 +34,6 @@ def reference(seed, index, task=TASK, difficulty=0):
     return TaskRef(task, "v", seed, index, difficulty)
 
 
-def test_address_of_a_known_question():
-    """The expected numbers follow from the definition, as another implementation would compute
-    them."""
-    import hashlib
-
-    digest = hashlib.blake2b(
-        b"swarmnode/seed/1" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big") + b"\x03rg/gcd",
-        digest_size=32,
-    ).digest()
-    block = int("".join(f"{byte:08b}" for byte in digest)[:42], 2)
-    assert task_seed(SWARM, "12D3KooWPeer", 5 * INDEX_SPAN + 77, TASK, 3) == (block << 20, 77)
-    assert task_seed(SWARM, "12D3KooWPeer", 0, TASK) == (2834071042200174592, 0)
-
-
 streams = st.tuples(peers, st.integers(0, 2**43 - 1), names, difficulties)
 
 

@@ -184,16 +184,6 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
             "GuessEnv has the agents player, user: one is the policy, the others are models",
         ),
         (
-            AGENTS,
-            "player: vf.AgentConfig = vf.AgentConfig(model='theirs')",
-            "its agent player is a model of its own, not the policy",
-        ),
-        (
-            AGENTS,
-            "player: vf.AgentConfig = vf.AgentConfig(max_total_tokens=99)",
-            "has a limit of tokens: set max_turns instead",
-        ),
-        (
             "class Guesses(",
             "GuessTask.toolsets = classmethod(lambda cls, config: ['search'])\nclass Guesses(",
             "GuessEnv has tool servers, which need a network",
@@ -204,27 +194,10 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
             "request: vf.Request) -> bool",
             "has hooks on a model's requests or responses",
         ),
-        ("    @vf.stop", "    @vf.intercept", "has hooks on a model's requests or responses"),
-        (
-            "class GuessEnv(vf.Env[GuessConfig]):",
-            "class GuessEnv(vf.Env[GuessConfig]):\n    async def start(self):"
-            "\n        import asyncio; await asyncio.sleep(1)",
-            "no running event loop",
-        ),
         (
             "async with agents.player.interaction(task) as interaction:",
             "await agents.player.run(task)\n        if True:",
             "agents.player.run: the policy can only take turns",
-        ),
-        (
-            FIRST_TURN,
-            FIRST_TURN + "; await agents.player.provision(task)",
-            "agents.player.provision: the policy can only take turns",
-        ),
-        (
-            FIRST_TURN,
-            FIRST_TURN + "; await interaction.steer('go')",
-            "interaction.steer: the sandbox has only turn(message) and trace",
         ),
         (
             "trace.state.guesses = []",
@@ -233,28 +206,15 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
         ),
         (
             FIRST_TURN,
-            FIRST_TURN + "\n            async with agents.player.interaction(task): pass",
-            "a second conversation: an episode has one",
-        ),
-        (
-            FIRST_TURN,
             FIRST_TURN + "; import asyncio; await asyncio.sleep(1)",
             "no running event loop",
-        ),
-        (
-            FIRST_TURN,
-            FIRST_TURN + "\n            class Waiting:\n                def __await__(self):"
-            "\n                    yield\n            await Waiting()",
-            "it waits for something other than a turn",
         ),
         (
             "interaction.turn(said)",
             'interaction.turn([{"role": "system", "content": said}])',
             "a turn has only texts of the role user",
         ),
-        ("not segment.terminated", "True", "RuntimeError: the conversation is over"),
         (FIRST_TURN, "return  # no turn", "the environment ended before its first turn"),
-        (FIRST_TURN, 'segment = await interaction.turn("Go")', "turn() without a message is for"),
     ],
 )
 def test_an_environment_that_needs_more_than_turns_is_refused(tmp_path, written, was, now, problem):

@@ -142,11 +142,6 @@ def test_code_and_library_version_are_part_of_the_version(tmp_path, written, mon
             "vf.Task[SumData]):\n    NEEDS_CONTAINER = True",
             "needs a container",
         ),
-        (
-            'prompt=f"What is {number} + 1?"',
-            'prompt=[{"role": "system", "content": "a"}]',
-            "a prompt of several roles",
-        ),
         ("range(20)", "range(1)", "too few to train on"),
         ('__all__ = ["Sums"]', "1 / 0", "ZeroDivisionError"),
     ],

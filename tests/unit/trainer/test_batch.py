@@ -9,7 +9,7 @@ from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
-from swarmnode.trainer.batch import (
+from swarmnode.rollouts.trainer.batch import (
     RewardParts,
     TrainingGroup,
     assemble,
@@ -34,7 +34,7 @@ def sample():
 def test_assembled_rows_keep_groups_together(sample):
     useful = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     silent = own_group(sample, [0.0] * 4)
-    theirs = TrainingGroup(useful.rows, useful.old_logprobs, useful.rewards, [1.0] * 4, peer="p")
+    theirs = replace(useful, peer="p")
     rows = assemble([useful, silent, theirs], "dr_grpo")
     assert rows.groups == [0] * 4 + [1] * 4 + [2] * 4
     assert rows.external == [False] * 8 + [True] * 4
@@ -132,11 +132,11 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
 def test_peer_group_is_learnt_up_to_an_improbable_token(sample):
     own = own_group(sample, [1.0, 1.0, 0.0, 0.0])
     lengths = [row.tokens for row in own.rows]
-    theirs = replace(own, peer="p", sampler_logprobs=[], learnt=[1, 0, lengths[2], lengths[3]])
+    theirs = replace(own, peer="p", learnt=[1, 0, lengths[2], lengths[3]])
     rows = assemble([own, theirs], "dr_grpo")
     assert rows.informative(external=True) == [4]
     assert rows.rows[4] == own.rows[0].first(1)
-    assert rows.recorded(4) == own.old_logprobs[0][:1]
+    assert rows.sampler_logprobs[4] == own.sampler_logprobs[0][:1]
     assert [rows.length(i) for i in range(8)] == lengths * 2, "the denominator stays"
     assert rows.advantages[4:].tolist() == rows.advantages[:4].tolist()
     assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
@@ -145,7 +145,7 @@ def test_peer_group_is_learnt_up_to_an_improbable_token(sample):
 def test_partial_completion_weighs_its_share_of_the_length(sample):
     group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     whole = len(group.rows[0][1])
-    theirs = replace(group, peer="p", sampler_logprobs=[], learnt=[1, 1, 1, 1])
+    theirs = replace(group, peer="p", learnt=[1, 1, 1, 1])
     weights = assemble([theirs], "dr_grpo", per_sequence=True).weights.tolist()
     assert weights == pytest.approx([1 / whole, 0, 0, 0])
 

@@ -212,6 +212,47 @@ def test_full_disk_is_reported_and_frees_earlier_states(tmp_path, monkeypatch):
     saver.close()
 
 
+def test_a_save_is_due_until_it_succeeds(tmp_path, clock, monkeypatch):
+    source, counters, real, full = Source(), Counters(), state.write, [True]
+    wall, ends = [5000.0], []
+
+    def sometimes(*args):
+        real(*args)  # releases the lock of the optimizer
+        if full[0]:
+            raise OSError("No space left on device")
+
+    def pass_minute(kept):
+        counters.step += 1
+        kept.save()
+        while not kept.idle:
+            time.sleep(0.001)
+        clock[0] += 60.0
+        wall[0] += 60.0
+
+    monkeypatch.setattr(state, "write", sometimes)
+    monkeypatch.setattr(checkpoints.time, "time", lambda: wall[0])
+    with Checkpoints(
+        tmp_path,
+        60.0,
+        source,
+        torch.Generator(),
+        counters,
+        on_end=lambda: ends.append((kept.due_at, bool(kept.error))),
+    ) as kept:
+        assert kept.due_at is None
+        pass_minute(kept)
+        pass_minute(kept)
+        full[0] = False
+        pass_minute(kept)
+        assert (kept.due_at, kept.error, kept.saved_step) == (None, "", 3)
+    assert ends == [(5000.0, True), (5000.0, True), (None, False)]
+
+
+def test_a_restored_state_is_saved_already(tmp_path, clock):
+    kept = Checkpoints(tmp_path, 60.0, Source(), torch.Generator(), Counters(step=40))
+    assert (kept.saved_step, kept.due_at) == (40, None)
+
+
 def test_few_earlier_states_are_kept_at_growing_intervals(tmp_path, clock):
     source = Source()
     saver = Saver(tmp_path, history_seconds=900.0)

@@ -11,11 +11,11 @@ import torch
 from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
 from swarmnode.policy.ways import Row
-from swarmnode.stages import trainer
-from swarmnode.stages.pipeline import StepResult, WorkRefused
-from swarmnode.stages.trainer import CrewPolicy
-from swarmnode.stages.wire import DEVICE_REASON
-from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
+from swarmnode.stages.stage_frames import DEVICE_REASON
+from swarmnode.stages.trainer import crew_policy
+from swarmnode.stages.trainer.crew_policy import CrewPolicy
+from swarmnode.stages.trainer.head import CrewStepResult, WorkRefused
 from swarmnode.trainer.update import UpdateStatistics
 
 LINEAGE = b"l" * 32
@@ -55,7 +55,7 @@ class Crew:
 
     async def update(self, rows, cfg, divisor, rate):
         self._fail(cfg.per_device_train_tokens, len(rows), rate)
-        return StepResult(loss=1.0)
+        return CrewStepResult(loss=1.0)
 
 
 class Runner:
@@ -184,7 +184,7 @@ class Refusing(Crew):
         if not self.refusals:
             return done
         refused, divisible = self.refusals.pop(0)
-        return StepResult(refused=refused, divisible=divisible)
+        return CrewStepResult(refused=refused, divisible=divisible)
 
 
 def test_a_step_that_does_not_fit_is_cut_smaller():
@@ -249,7 +249,7 @@ class Away(Runner):
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(crew_policy.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -11,19 +11,21 @@ from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
-from swarmnode.stages import recovery
-from swarmnode.stages.model import tensor_reader
-from swarmnode.stages.pipeline import Links, StageWorker, run_in_thread
-from swarmnode.stages.policy_copy import MAX_AGE, PolicyCopy
-from swarmnode.stages.recovery import (
-    LocalStage,
+from swarmnode.stages.stage_frames import Fence, Place
+from swarmnode.stages.trainer import local_stage
+from swarmnode.stages.trainer.crew_model import open_model
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.local_stage import LocalStage
+from swarmnode.stages.trainer.pipeline import StageWorker, run_in_thread
+from swarmnode.stages.trainer.policy_copy import MAX_AGE, PolicyCopy
+from swarmnode.stages.trainer.stage_checkpoints import (
+    CheckpointStore,
     Recorder,
     RecoverySettings,
-    StateExchange,
     trained_layout,
 )
-from swarmnode.stages.trainer import open_model
-from swarmnode.stages.wire import Fence, Place
+from swarmnode.stages.trainer.stage_model import tensor_reader
+from swarmnode.stages.trainer.state_exchange import StateExchange
 from tests.support.crew import run_inline
 from tests.support.waiting import until
 
@@ -54,13 +56,15 @@ class One:
         runtime = copy.deepcopy(model.build(layers, 0))
         fence, settings = Fence(Place(CREW, 0, 0), 1), RecoverySettings()
         layouts = (trained_layout(runtime.model),)
-        recorder = Recorder(runtime.spec, settings)
+        store = CheckpointStore(model.directory / "unused")
+        recorder = Recorder(runtime.spec, settings, layouts, store)
         stage = LocalStage(
             runtime,
             model.limits(),
             layouts,
             "float32",
             recorder,
+            store,
             base=tensor_reader(model.directory),
         )
         self.peer, self.layers = StateExchange(stage, fence, {}, run_in_thread), layers
@@ -171,7 +175,7 @@ async def test_refresh_that_does_not_fit_is_skipped(one, monkeypatch, error):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "encode_copy", fails)
+        patch.setattr(local_stage, "encode_copy", fails)
         at = one.at(1, by=0.05)
         one.copy.start_fetch(one.layers, at)
         await until(lambda: failed)

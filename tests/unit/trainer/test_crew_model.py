@@ -7,19 +7,17 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
-from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused
+from swarmnode.model_shape import Shape
 from swarmnode.policy import device
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
-from swarmnode.policy.footprint import Shape
 from swarmnode.policy.logprobs import collate
-from swarmnode.stages import trainer
-from swarmnode.stages.model import StageRuntime, add_adapter, load_stage, make_packing
-from swarmnode.stages.trainer import (
-    Stage,
-    averaged_parameters,
+from swarmnode.stages.crew_messages import StageAssignment
+from swarmnode.stages.specs import stage_memory, stage_specs
+from swarmnode.stages.trainer import crew_model
+from swarmnode.stages.trainer.crew_model import (
     cached_tokens,
     check_trainable,
     estimate_cost,
@@ -27,13 +25,12 @@ from swarmnode.stages.trainer import (
     host_bytes_per_weight,
     within_host_memory,
 )
-from swarmnode.stages.wire import (
-    StageAssignment,
-    stage_memory,
-    stage_specs,
-)
+from swarmnode.stages.trainer.stage import Stage
+from swarmnode.stages.trainer.stage_averaging import averaged_parameters
+from swarmnode.stages.trainer.stage_model import StageRuntime, add_adapter, load_stage, make_packing
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
+from swarmnode.weights.trainer.lora import A_MARK
 from tests.support.crew_models import opened
 from tests.support.largest import Alive
 
@@ -97,7 +94,7 @@ def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quant
     placement = probe(config.policy)
     need = device.update_bytes(config.policy, shape, placement)
     for free in (need, need - 1):
-        for module in (device, trainer):
+        for module in (device, crew_model):
             monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
         assert fits_whole(config, tmp_path, placement) is (free == need)
         with nullcontext() if free == need else pytest.raises(DeviceError):
@@ -127,9 +124,7 @@ def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, matc
 
 
 def test_whole_policy_settings_name_the_remedy():
-    check_trainable(
-        PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
-    )
+    check_trainable(PolicyConfig(), TrainingConfig(loss_type="dr_grpo", options=["icepop"]))
     with pytest.raises(Refused, match=r"Blackjack.*leave the task out, or set stages.mode to off"):
         check_trainable(PolicyConfig(), TrainingConfig(), ["rg/gcd", "gym/Blackjack-v1"])
     for training in (TrainingConfig(beta=0.1), TrainingConfig(max_completion_length=20_000)):
@@ -170,7 +165,7 @@ def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
     config = Config.model_validate(
         {"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}}
     )
-    whole = open_policy(config.policy, None, rank > 0, lambda line: None)
+    whole = open_policy(config.policy, None, lambda line: None)
     trained = {name: p for name, p in whole.model.named_parameters() if p.requires_grad}
     seeded = {name: p for name, p in whole.model.named_parameters() if A_MARK in name}
     by_block = lambda parameters, block: {
@@ -215,7 +210,9 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
         num_key_value_heads=2,
     )
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
-    monkeypatch.setattr("swarmnode.stages.model.needs_checkpointing", lambda *given: True)
+    monkeypatch.setattr(
+        "swarmnode.stages.trainer.stage_model.needs_checkpointing", lambda *given: True
+    )
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
     config = Config(
         policy=PolicyConfig(devices="cpu", lora=LoraSettings(r=rank)),
@@ -267,7 +264,7 @@ def test_checkpoints_and_averaging_count_as_host_memory(monkeypatch):
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
-    monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
+    monkeypatch.setattr("swarmnode.stages.trainer.crew_model.free_bytes", lambda device: 30e9)
     whole = Config(weights=averaged)
     adapter = Config(weights=averaged, policy=PolicyConfig(lora=LoraSettings(r=16)))
     assert within_host_memory(80e9, whole, gpu) == 16e9, "a billion weights, which 30 GB keep"

@@ -6,15 +6,12 @@ import torch
 from swarmnode.config import Config
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.recovery import (
-    LocalStage,
-    RestoredStage,
-    RestoreSource,
-    load_weights,
-    trained,
-)
-from swarmnode.stages.trainer import CLOCKS, Stage
-from swarmnode.stages.wire import StageAssignment
+from swarmnode.stages.crew_messages import StageAssignment
+from swarmnode.stages.trainer.local_stage import LocalStage
+from swarmnode.stages.trainer.restore import RestoredStage, RestoreSource
+from swarmnode.stages.trainer.stage import Stage
+from swarmnode.stages.trainer.stage_averaging import CLOCKS
+from swarmnode.stages.trainer.stage_checkpoints import load_weights, trained
 from swarmnode.weights import local
 from tests.support.crew_models import averaging_of, opened, recovery_of
 from tests.support.replica import settle

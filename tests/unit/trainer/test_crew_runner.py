@@ -10,20 +10,20 @@ import torch
 import trio
 
 from swarmnode.errors import ConfigError, DeviceError, PeerError, Refused, StateError
-from swarmnode.stages import trainer
-from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRunner
-from swarmnode.stages.wire import (
-    Capacity,
+from swarmnode.stages.crew_messages import (
     CrewEnd,
     CrewStart,
     HeldBlock,
-    ModelCost,
-    PartCost,
     StageAssignment,
     StageFault,
     StageStatus,
     TrainerOffer,
 )
+from swarmnode.stages.specs import ModelCost, PartCost
+from swarmnode.stages.trainer import runner
+from swarmnode.stages.trainer.crew_trainer import REDUCED_OFFER, CrewTrainer
+from swarmnode.stages.trainer.runner import StageRunner
+from swarmnode.stages.trainer.stage import Stage
 from swarmnode.weights import local
 
 CREW, OTHER, LINEAGE = b"c" * 32, b"d" * 32, b"l" * 32
@@ -156,8 +156,8 @@ def node(monkeypatch):
     async def nobody(assigned, kind):
         return {}
 
-    monkeypatch.setattr(trainer, "connect_all", nobody)
-    monkeypatch.setattr(trainer, "STATUS_SECONDS", 0.02)
+    monkeypatch.setattr(runner, "connect_all", nobody)
+    monkeypatch.setattr(runner, "STATUS_SECONDS", 0.02)
     nodes = []
 
     def start(*args, **named):
@@ -380,7 +380,7 @@ def test_a_defect_of_our_own_ends_the_process(node, where):
 
 
 def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
-    monkeypatch.setattr(trainer, "Head", Worker)
+    monkeypatch.setattr(runner, "Head", Worker)
     one = node()
     one.runner.receive(assigned_to())
     one.runner.receive(CrewStart(CREW))
@@ -434,7 +434,7 @@ COPY = HeldBlock(LINEAGE, (9, 9), 0, 5, "disk")
 def test_offers_less_after_a_stage_that_did_not_fit():
     sent = []
     cost = ModelCost(PartCost(1, 1), (PartCost(10, 1),) * 4, PartCost(2, 1))
-    offering = TrainerOffer(b"m" * 32, Capacity(1000.0, 1.0), cost)
+    offering = TrainerOffer(b"m" * 32, 1000.0, 1.0, cost)
     node = SimpleNamespace(
         _trainer_offer=offering,
         _link=SimpleNamespace(send=sent.append),
@@ -447,7 +447,7 @@ def test_offers_less_after_a_stage_that_did_not_fit():
         (planned, REDUCED_OFFER * 22.0),
     ):
         CrewTrainer._reduce_offer(node, assigned)
-        assert node._trainer_offer.capacity.memory == pytest.approx(memory)
+        assert node._trainer_offer.memory == pytest.approx(memory)
     CrewTrainer._offer(node, None)
     assert sent == [msgspec.structs.replace(node._trainer_offer, held_blocks=(COPY,))]
     CrewTrainer._offer(

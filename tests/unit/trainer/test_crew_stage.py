@@ -13,14 +13,11 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
-from swarmnode.stages import trainer
-from swarmnode.stages.trainer import Stage, StageRunner, connect
-from swarmnode.stages.wire import (
-    CrewEnd,
-    CrewStart,
-    StageAssignment,
-    TrainerOffer,
-)
+from swarmnode.stages.crew_messages import CrewEnd, CrewStart, StageAssignment, TrainerOffer
+from swarmnode.stages.trainer import crew_model
+from swarmnode.stages.trainer.links import CONNECT_SECONDS, connect
+from swarmnode.stages.trainer.runner import StageRunner
+from swarmnode.stages.trainer.stage import Stage
 from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
 
@@ -223,12 +220,12 @@ def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch)
     switched = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(
-        trainer,
+        crew_model,
         "probe",
         lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"),
     )
-    monkeypatch.setattr(trainer, "measure_speed", lambda placement: 1e9)
-    monkeypatch.setattr(trainer, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
+    monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
     with opened(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
         assert isinstance(crew.trainer_offer, TrainerOffer)
@@ -238,4 +235,4 @@ async def test_missing_network_process_is_a_bounded_error(tmp_path, autojump_clo
     started = trio.current_time()
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
-    assert trio.current_time() - started == pytest.approx(trainer.CONNECT_SECONDS, abs=0.2)
+    assert trio.current_time() - started == pytest.approx(CONNECT_SECONDS, abs=0.2)

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.stages.pipeline import gradient_codec
+from swarmnode.stages.trainer.pipeline import gradient_codec
 from swarmnode.swarm.manifest import AGREED_KEYS
 from tests.support.crew_models import terms_of
 
@@ -33,12 +33,8 @@ def test_terms_cover_every_setting_of_training(sections):
     assert terms(**sections) != terms()
 
 
-def test_adapters_differ_by_rank_and_frozen_matrix():
-    ranks = {terms(policy={"lora": {"r": r}}) for r in (4, 8)}
-    frozen = {
-        terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")
-    }
-    assert len(ranks) == len(frozen) == 2
+def test_adapters_differ_by_rank():
+    assert len({terms(policy={"lora": {"r": r}}) for r in (4, 8)}) == 2
 
 
 def test_another_base_is_another_model():

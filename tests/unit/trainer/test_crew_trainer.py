@@ -3,9 +3,7 @@ losses."""
 
 import contextlib
 import math
-import shutil
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -15,7 +13,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import DeviceError, EngineGone, Refused, Unavailable
+from swarmnode.errors import DeviceError, Refused, Unavailable
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
@@ -24,13 +22,14 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.stages.pipeline import Head
-from swarmnode.stages.policy_copy import MAX_AGE
-from swarmnode.stages.trainer import CrewPolicy, CrewTrainer, make_trainer
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
+from swarmnode.rollouts.trainer.judge import judge
+from swarmnode.stages.trainer.crew_policy import CrewPolicy
+from swarmnode.stages.trainer.crew_trainer import CrewTrainer, make_trainer
+from swarmnode.stages.trainer.head import Head
+from swarmnode.stages.trainer.policy_copy import MAX_AGE
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.export import find_copies
-from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
 from swarmnode.trainer.update import Updater
@@ -187,11 +186,8 @@ async def test_crew_step_equals_whole_policy_step(tmp_path, model, monkeypatch):
             Row(prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist())
             for n in (3, 1, 5, 2)
         ]
-        old = [[-4.0] * len(c) for _, c, *_ in rows]
-        weights, sampler = [1.0, 0.9, 1.0, 0.8], [] if peer else old
-        groups.append(
-            TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], weights, peer, sampler_logprobs=sampler)
-        )
+        sampler, weights = [[-4.0] * len(c) for _, c, *_ in rows], [1.0, 0.9, 1.0, 0.8]
+        groups.append(TrainingGroup(rows, sampler, [1.0, 0.0, 0.0, 1.0], weights, peer))
     rows = assemble(groups, "grpo")
     updater = Updater(policy, cfg, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 1, 1, 1]) as (_, trainers):
@@ -234,90 +230,10 @@ def some_rows(policy, seed):
     return assemble(groups, "grpo")
 
 
-async def test_small_member_reduces_the_micro_batch(tmp_path, model, monkeypatch):
-    Idle(monkeypatch)
-    configs = make(tmp_path, model, 3)
-    policy = whole(model)
-    updater = Updater(policy, configs[0].training, MicroBatcher(16384))
-    async with crew(tmp_path, configs, [1, 2, 1]) as (_, trainers):
-        engine, short = engine_of(trainers[0]), runtime_of(trainers[1])
-        least = 40
-
-        def limited(real):
-            def run(batch, *args):
-                if batch.padded_tokens > least:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                return real(batch, *args)
-
-            return run
-
-        monkeypatch.setattr(short, "forward", limited(short.forward))
-        monkeypatch.setattr(short, "backward", limited(short.backward))
-        rows = some_rows(policy, 0)
-        assert MicroBatcher(16384).cut([len(p) + len(c) for p, c, *_ in rows.rows]) > least
-        expected, got = updater.update(rows), await in_thread(engine.update, rows)
-        assert got.stepped
-        assert got.loss == pytest.approx(expected.loss, abs=1e-5)
-        assert engine.statistics().micro_batch_tokens < 16384
-        retries = engine.statistics().oom_retries
-        assert 1 <= retries <= 3
-        assert (await in_thread(engine.update, some_rows(policy, 1))).stepped
-        assert engine.statistics().oom_retries == retries, "what has been learnt is kept"
-        least = max(len(p) + len(c) for p, c, *_ in rows.rows)
-        assert len(await in_thread(engine.score, rows.rows, 1.0)) == len(rows.rows)
-        assert engine.statistics().oom_retries > retries, "what is only scored is cut likewise"
-
-
-async def test_number_of_pieces_of_a_step_is_bounded(tmp_path, model, monkeypatch):
-    """If a member runs out of memory at the smallest micro-batch, the step is skipped and every
-    trainer continues."""
-    Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
-    for module in (
-        "swarmnode.stages.trainer.MAX_MICRO_BATCHES",
-        "swarmnode.stages.wire.MAX_MICRO_BATCHES",
-    ):
-        monkeypatch.setattr(module, 4)
-    policy = whole(model)
-    async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (_, trainers):
-        engine, short = engine_of(trainers[0]), runtime_of(trainers[1])
-        assert (await in_thread(engine.update, some_rows(policy, 0))).stepped
-
-        def fails(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        monkeypatch.setattr(short, "forward", fails)
-        assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
-
-
-async def test_slow_stage_starts_with_small_micro_batches(tmp_path, model, monkeypatch):
-    """No deadline expires on work that only takes long."""
-    Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.stages.trainer.HEAD_SECONDS", 1.5)
-    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
-    policy = whole(model)
-    async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (network, trainers):
-        engine, slow = engine_of(trainers[0]), runtime_of(trainers[1])
-        real = slow.forward
-
-        def forward(batch, *args):
-            time.sleep(0.02 * batch.padded_tokens)
-            return real(batch, *args)
-
-        monkeypatch.setattr(slow, "forward", forward)
-        sizes = []
-        for seed in range(3):
-            assert (await in_thread(engine.update, some_rows(policy, seed))).stepped
-            sizes.append(engine.statistics().micro_batch_tokens)
-        assert sizes == [60, 120, 240], "what went well is doubled"
-        assert engine.statistics().oom_retries == 0
-        assert not any(node.faults for node in network.nodes)
-
-
 async def test_new_member_restarts_the_speed_measurement(tmp_path, model, monkeypatch):
     """A new member may be slower than the one before it."""
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
+    monkeypatch.setattr("swarmnode.stages.trainer.crew_policy.FIRST_TOKENS", 30)
     policy = whole(model)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine, runner = engine_of(trainers[0]), trainers[0]._runner
@@ -331,101 +247,6 @@ async def test_new_member_restarts_the_speed_measurement(tmp_path, model, monkey
             other.setattr(runner, "members", lambda: (members[0], "somebody else"))
             assert engine.statistics().micro_batch_tokens == 30
         assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
-
-
-async def test_long_completions_of_several_waves_form_one_group(tmp_path, model, monkeypatch):
-    Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.stages.trainer.MAX_TOKENS", 100)
-    async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
-        engine = engine_of(trainers[0])
-        with capture_logs() as said:
-            groups = await in_thread(
-                engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1)
-            )
-            monkeypatch.setattr("swarmnode.stages.trainer.SLOW_TOKEN_SECONDS", 0.0)
-            for _ in range(2):
-                await in_thread(
-                    engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1)
-                )
-        advice = [line["remedy"] for line in said if "remedy" in line]
-        assert advice == ['stages.policy_copy = "memory"'], "once, if homes are far apart"
-        with pytest.raises(
-            DeviceError, match=r"a question of .* tokens, and a crew computes 100 at a time"
-        ):
-            await in_thread(
-                engine.generate, ["12 " * 60], Sampling(8, 8, 1.0, 1.0), engine.random_generator(1)
-            )
-    assert [len(group.completions) for group in groups] == [8, 8]
-    assert [group.prompt_ids for group in groups] == [
-        whole(model).encode_prompt(prompt) for prompt in PROMPTS[:2]
-    ]
-    assert len({tuple(c.ids) for c in groups[0].completions}) > 4, "each wave draws by itself"
-
-
-@pytest.mark.parametrize("source", ["", "checkpoint", "neighbour"])
-async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatch, source):
-    """Two adjacent stages lost together are restored exactly, from their own checkpoints or from
-    their neighbours'."""
-    Idle(monkeypatch)
-    configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1}, weights={"rule": "noloco"})
-    policy = whole(model)
-    updater = Updater(policy, configs[0].training, MicroBatcher(16384))
-    async with crew(tmp_path, configs, [1, 1, 1, 1]) as (network, trainers):
-        engine = engine_of(trainers[0])
-        for step in range(6):
-            if step == 3 and source:
-                outer = [trainer._averaging.tensors() for trainer in trainers]
-                assert all(
-                    t._averaging.probe._exchange is t._recovery.exchange is not None
-                    for t in trainers
-                ), "averages can be judged"
-                for stage in (1, 2):
-                    trainers[stage].stop()
-                await until(lambda: not any(network.nodes[stage].connected for stage in (1, 2)))
-                for stage in (1, 2):
-                    if source == "neighbour":
-                        shutil.rmtree(tmp_path / f"node{stage}" / "trainer" / "stages")
-                    network.nodes[stage].pid = 0  # another process
-                    trainers[stage] = again = CrewTrainer(configs[stage], Progress())
-                    trainers.nursery.start_soon(trio.to_thread.run_sync, again.run)
-                await until(lambda: network.running, seconds=40)
-                assert [n.sources for n in network.nodes] == [[], [source], [source], []]
-                for before, trainer in list(zip(outer, trainers, strict=True))[1:3]:
-                    # initial slow weights, or the present weights where the slow ones were lost
-                    now = trainer._averaging.tensors()
-                    assert all(torch.equal(t, now[name]) for name, t in before.items()) == (
-                        source == "checkpoint"
-                    )
-            rows = some_rows(policy, step)
-            expected = updater.update(rows)
-            got = await in_thread(engine.update, rows)
-            assert got.stepped
-            assert got.loss == pytest.approx(expected.loss, abs=1e-4)
-            # a disk that is still busy with the step before skips one
-            if source == "checkpoint":
-                await until(
-                    lambda step=step: all(step + 1 in own_steps(t) for t in trainers), seconds=60
-                )
-            if source and step < 3:  # likewise while a checkpoint is on its way to a neighbour
-                await until(
-                    lambda step=step: all(
-                        sorted(t._recovery.exchange.sharing.stored_steps.values()) == [step + 1] * 2
-                        for t in trainers
-                    ),
-                    seconds=60,
-                )
-        state = {}
-        for trainer in trainers:
-            runtime = runtime_of(trainer)
-            state |= {
-                runtime.spec.whole_name(n): p.detach() for n, p in runtime.model.named_parameters()
-            }
-        for name, tensor in trainable(policy.model).items():
-            assert torch.allclose(state[name], tensor, atol=2e-4), name
-
-
-def own_steps(trainer):
-    return [copy.step for copy in trainer._recovery.held_blocks() if copy.where == "disk"]
 
 
 def trained_copies(directory):
@@ -454,48 +275,6 @@ async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
         export(configs[0], tmp_path / "other", merge=False)
 
 
-async def test_crew_recovers_the_adapter_of_a_lost_stage(tmp_path, model, monkeypatch):
-    Idle(monkeypatch)
-    adapter = {"lora": {"r": 4, "lora_alpha": 8}}
-    settings = {
-        "policy": adapter,
-        "weights": {"rule": "noloco"},
-        "stages": {"checkpoint_every": 1},
-        "training": {"learning_rate": 1e-2},
-    }
-    configs = make(tmp_path, model, 3, **settings)
-    async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
-        engine = engine_of(trainers[0])
-        policy = whole(model)
-        for step in range(2):
-            assert (await in_thread(engine.update, some_rows(policy, step))).stepped
-        parts = lambda: {
-            f"{t._runner.stage.index} {n}": p.detach().clone()
-            for t in trainers
-            for n, p in runtime_of(t).model.named_parameters()
-            if p.requires_grad
-        }
-        before = parts()
-        assert before
-        assert all("lora_B" in name for name in before), "A is the same everywhere and frozen"
-        assert all(float(t.abs().max()) > 0 for t in before.values())
-        await until(lambda: all(n.status.checkpoint_step == 2 for n in network.nodes), seconds=20)
-        trainers[1].stop()
-        await until(lambda: not network.nodes[1].connected)
-        shutil.rmtree(tmp_path / "node1" / "trainer" / "stages")
-        network.nodes[1].pid = 0
-        trainers[1] = CrewTrainer(configs[1], Progress())
-        trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
-        await until(lambda: network.running, seconds=40)
-        assert network.nodes[1].sources == ["neighbour"]
-        after = parts()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        hello = network.nodes[1].hellos[-1]
-        assert hello.replica is None or all(
-            "layers.1." in t.name or "layers.2." in t.name for t in hello.replica.layout
-        )
-
-
 def as_received(published, policy):
     """Return a published group as another node receives it."""
     with Scorer() as scorer:
@@ -522,51 +301,6 @@ def as_received(published, policy):
     ]
 
 
-async def test_head_accepts_groups_of_a_member_with_a_policy_copy(tmp_path, model, monkeypatch):
-    Idle(monkeypatch)
-    configs = make(tmp_path, model, 3, training={"groups_per_step": 6})
-    configs[1] = config(
-        tmp_path / "node1", model, stages={"policy_copy": "memory"}, training={"groups_per_step": 6}
-    )
-    policy = whole(model)
-    async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
-        engine, member = engine_of(trainers[0]), network.nodes[1]
-        for step in range(4):
-            if step:
-                assert (await in_thread(engine.update, some_rows(policy, step))).stepped
-            before = len(member.published)
-            await until(lambda before=before: len(member.published) > before, seconds=60)
-        published = list(member.published)  # the trainer continues to publish
-        judged = await in_thread(judge, as_received(published, policy), policy, engine.score, 1.0)
-        assert [outcome for _, outcome in judged.outcomes] == ["used"] * len(published)
-        versions = [group.policy_version for group in published]
-        assert versions == sorted(versions)
-        assert set(versions) <= {0, 1, 2, 3}
-        assert len(published) <= 8, "a third of six groups at each step"
-        trainers[1].stop()
-        await until(lambda: not member.connected)
-        said = [group.sequence for group in member.published]
-        member.pid = 0  # another process
-        trainers[1] = CrewTrainer(configs[1], Progress())
-        trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
-        await until(lambda: len(member.published) > len(said), seconds=60)
-        copy, disk = (
-            trainers[1].policy_copy,
-            lambda *_: (_ for _ in ()).throw(OSError("no space left")),
-        )
-        monkeypatch.setattr("swarmnode.trainer.state.write", disk)
-        assert (await in_thread(engine.update, some_rows(policy, 9))).stepped
-        await until(lambda: trainers[1].policy_copy is None, seconds=60)
-        assert copy.status_fields(0) == {}, "its memory is free"
-        assert (await in_thread(engine.update, some_rows(policy, 10))).stepped, "its stage goes on"
-    assert len(said) == len(set(said))
-    assert (
-        min(group.sequence for group in member.published[len(said) :])
-        >= max(said) + SEQUENCE_MARGIN
-    )
-    assert not network.nodes[2].published, "it has no copy"
-
-
 async def test_whole_node_accepts_groups_of_a_quantised_crew(tmp_path, model):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
@@ -583,36 +317,7 @@ async def test_whole_node_accepts_groups_of_a_quantised_crew(tmp_path, model):
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
 
 
-async def test_calls_outlive_a_crew_but_not_its_lineage(tmp_path, model, monkeypatch):
-    Idle(monkeypatch)
-    async with crew(tmp_path, make(tmp_path, model), [2, 2]) as (network, trainers):
-        engine = engine_of(trainers[0])
-        results = []
-
-        async def ask():
-            results.append(
-                await in_thread(
-                    engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)
-                )
-            )
-
-        expected = await in_thread(
-            engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await until(lambda: trainers[0]._runner.head().open_waves)
-            network.end("for a test")
-        assert network.formed == 2
-        ids = lambda groups: [[c.ids for c in g.completions] for g in groups]
-        assert ids(results[0]) == ids(expected), "begun again, and the same tokens drawn"
-        network.lineage = b"\x09" * 32
-        network.end("for a test")
-        with pytest.raises(EngineGone):
-            await in_thread(engine.score, [([5, 6], [7])], 1.0)
-
-
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [4])
 async def test_policy_copy_of_the_head_outlives_a_member(tmp_path, model, monkeypatch, rank):
     Idle(monkeypatch)
     policy = {"lora": {"r": rank, "lora_alpha": 2 * rank}} if rank else {}

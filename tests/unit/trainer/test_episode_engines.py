@@ -13,7 +13,7 @@ from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatisti
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.rollouts.groups import actions
-from swarmnode.trainer.batch import assemble
+from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.questions import Questions

@@ -27,13 +27,13 @@ from swarmnode.policy.text import TOOL, Chat, around_observations, shows_tools
 from swarmnode.policy.ways import Row
 from swarmnode.rl.objectives import Objective
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.trainer.batch import assemble, episode_row, own_group
+from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.tasks.frames import Episode, Scored, ScorerFailed
 from swarmnode.tool_prompt import FORM, FirstText, describe, split
 from swarmnode.trainer import episodes as module
 from swarmnode.trainer import sampler as sampler_module
-from swarmnode.trainer.batch import assemble, episode_row, own_group
 from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all, check_template
-from swarmnode.trainer.judge import judge
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import Updater, normalizer
@@ -233,10 +233,8 @@ RULES = describe("What?", []).removeprefix("What?")
         "What is 3 + 4?",
         f"What?{RULES}",
         f"What?{RULES}not JSON",
-        f"What?{RULES}[1]",
         f'What?{RULES}{{"name": 3}}',
         f"What?{RULES}" + "[" * 100_000,
-        f'What?{RULES}{{"name": "f"}}'.replace("Write a call as", "Call"),
         f'{RULES}{{"name": "f"}}'.removeprefix("\n"),
     ],
 )
@@ -569,9 +567,10 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
     assert [(row.prompt, row.completion) for row in group.rows] == [
         (row.prompt, row.completion) for row in own.rows
     ]
-    for row, old, recorded in zip(group.rows, group.old_logprobs, own.old_logprobs, strict=True):
-        assert old == pytest.approx(recorded, abs=1e-4)
+    for row in group.rows:
         assert len(row.sampled) == len(row.completion)
+    for judged_here, recorded in zip(group.sampler_logprobs, own.sampler_logprobs, strict=True):
+        assert judged_here == pytest.approx(recorded, abs=1e-4)
 
 
 def test_a_peers_episode_with_tools_has_the_authors_ids(policy):

@@ -9,13 +9,16 @@ import trio
 from swarmnode.config import Config, TaskConfig, TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.link.server import LinkServer
+from swarmnode.observe.samples import newest
 from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.frames import ScorerFailed
-from swarmnode.trainer.evaluate import Evaluation, HeldOutReward, evaluation_due
+from swarmnode.trainer import loop
+from swarmnode.trainer.evaluate import Evaluation, evaluation_due, forget_other_questions
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
+from swarmnode.weights.trainer.gate import RevertMonitor
 from tests.support.network_side import NetworkSide
 
 COST = 1500
@@ -29,11 +32,14 @@ def test_evaluations_take_a_small_share_of_tokens_by_default(every):
     for step in range(1, 5001):
         counters.step = step
         counters.tokens_total += 230
-        if evaluation_due(training, counters):
+        if size := evaluation_due(training, counters):
             times += 1
-            counters.tokens_total += COST
-            counters.evaluation_tokens_total += COST
+            cost = COST if size == "full" else COST // 4
+            counters.reward_held_out_step = step
+            counters.tokens_total += cost
+            counters.evaluation_tokens_total += cost
             assert step % (every or 10) == 0
+            assert size == "full" or not every
     assert times == 5000 // every if every else times >= 20
     share = counters.evaluation_tokens_total / counters.tokens_total
     assert share <= 0.06 if not every else share > 0.2
@@ -60,10 +66,72 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
         reports.append(network.reports)
     usual, unlimited = (each[-1] for each in reports)
     assert usual.evaluation_tokens_total > 0
-    assert 3.5 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 4.5, (
-        "one at the start, and three more"
+    assert 1.75 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 2.25, (
+        "one at the start and one at the end, and two more"
     )
+    assert [each.reward_held_out_step for each in (usual, unlimited)] == [6, 6]
+    assert {each.reward_held_out_step for each in reports[1]} == {None, 0, 2, 4, 6}
+    assert usual.reward_held_out_start_error == reports[0][-1].reward_held_out_start_error > 0
+    for directory in ("usual", "unlimited"):
+        held_out = [each for each in newest(tmp_path / directory, 100) if each.held_out]
+        assert {(each.task, each.prompt) for each in held_out} == {
+            (held_out[0].task, held_out[0].prompt)
+        }
+        steps = [each.step for each in held_out]
+        assert steps == ([6, 0] if directory == "usual" else [6, 4, 2, 0])
+        assert all(len(each.completions) == 4 for each in held_out)
     assert usual.tokens_total > usual.evaluation_tokens_total + 6 * 8 * 8
+
+
+async def test_a_run_of_40_steps_is_measured_at_least_four_times(tmp_path):
+    torch.set_num_threads(1)
+    (tmp_path / "run").mkdir()
+    network = NetworkSide()
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": tmp_path},
+            "training": {"max_steps": 40, "num_generations": 2, "groups_per_step": 2},
+        }
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(tmp_path, network).run)
+        await trio.to_thread.run_sync(Trainer(config, Progress()).run)
+        nursery.cancel_scope.cancel()
+    measured = {report.reward_held_out_step for report in network.reports}
+    assert measured == {None, 0, 10, 20, 40}
+    shown = [report.activity for report in network.reports if report.phase == "evaluating"]
+    assert "evaluating 32 of 576" in shown, "the first one"
+    assert "evaluating 32 of 144" in shown, "smaller ones rather than none"
+
+
+@pytest.mark.parametrize(("seconds", "batches"), [(0.0, 1), (60.0, 2)])
+async def test_the_policy_is_measured_when_the_node_stops(tmp_path, monkeypatch, seconds, batches):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(loop, "STOP_SECONDS", seconds)
+    (tmp_path / "run").mkdir()
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": tmp_path},
+            "task": {"names": ["rg/gcd", "rg/lcm", "rg/chain_sum"], "held_out_per_task": 16},
+        }
+    )
+    trainer = Trainer(config, Progress())
+
+    class Stopping(NetworkSide):
+        def report(self, report):
+            super().report(report)
+            if report.step == 3:
+                trainer.stop()
+
+    network = Stopping()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(tmp_path, network).run)
+        await trio.to_thread.run_sync(trainer.run)
+        nursery.cancel_scope.cancel()
+    last = network.reports[-1]
+    assert last.reward_held_out_step == last.step == last.state_saved_step >= 3
+    shown = [each.activity for each in network.reports if each.phase == "draining"]
+    assert [f"evaluating {done} of 48" in shown for done in (0, 32)] == [True, batches == 2]
 
 
 class Answers:
@@ -71,6 +139,7 @@ class Answers:
 
     def __init__(self):
         self.text = SimpleNamespace(fits=lambda prompt: True)
+        self.statistics = lambda: SimpleNamespace(device="cpu")
 
     def random_generator(self, seed):
         return torch.Generator()
@@ -115,7 +184,70 @@ def test_held_out_error_is_over_questions():
 
 
 def test_one_question_has_no_error():
-    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOutReward(0.5, None)
+    found = held_out([1.0, 0.0, 1.0, 0.0])
+    assert (found.reward, found.error) == (0.5, None)
+
+
+@pytest.mark.parametrize(("questions", "answers"), [(4, 4), (16, 4), (32, 2), (64, 1), (128, 1)])
+def test_many_questions_have_one_answer_each(questions, answers):
+    found = held_out(*[[1.0] * answers] * questions)
+    assert len(found.completions) == answers
+    assert (found.task, found.prompt) == ("rg/gcd", "?")
+
+
+@pytest.mark.parametrize("questions", [4, 16, 64, 128])
+def test_a_small_evaluation_is_small(questions):
+    """From 64 questions on it was as large as a full one."""
+    task = TaskConfig(names=["rg/gcd", "rg/lcm"], held_out_per_task=questions)
+    evaluation = Evaluation(task, TrainingConfig(), Fixed([[1.0]] * 2 * questions))
+    evaluation._scorer.by_question = [[0.25]] * 2 * min(questions, 16)
+    found = evaluation(Answers(), Counters(), "small")
+    assert (found.reward, len(found.completions)) == (0.25, 1)
+
+
+def test_an_evaluation_may_end_with_a_part_of_every_task():
+    """The first questions of one task would be no sample of all."""
+    task = TaskConfig(names=["rg/gcd", "rg/lcm"], held_out_per_task=64)
+    evaluation = Evaluation(task, TrainingConfig(), Fixed([[1.0]] * 128))
+    evaluation._scorer.by_question = [[1.0], [0.0]] * 32
+    batches = iter([False, True])
+    found = evaluation(Answers(), Counters(), enough=lambda: next(batches))
+    assert found.reward == 0.5, "two batches of 32 answers"
+    assert found.error == pytest.approx(0.5 / 63**0.5)
+
+
+def test_rewards_of_other_questions_are_forgotten():
+    counters = Counters(
+        reward_held_out=0.88, reward_held_out_start=0.1, revert=RevertMonitor(last=0.88)
+    )
+    forget_other_questions(counters, "easy")
+    assert counters.reward_held_out_start == 0.1, "the state of an earlier version has no name"
+    forget_other_questions(counters, "easy")
+    assert (counters.reward_held_out, counters.reward_held_out_start) == (0.88, 0.1)
+    forget_other_questions(counters, "hard")
+    assert counters == Counters(held_out_questions="hard")
+
+
+def test_questions_are_named_by_tasks_and_sampling():
+    def name(training=None, **task):
+        return Evaluation(TaskConfig(**task), training or TrainingConfig(), Silent()).questions
+
+    easy = {"names": ["rg/gcd"], "held_out_per_task": 4}
+    assert name(**easy) == name(**easy)
+    others = [
+        name(**easy | {"names": ["rg/lcm"]}),
+        name(**easy | {"held_out_per_task": 8}),
+        name(TrainingConfig(temperature=0.5), **easy),
+        name(TrainingConfig(max_completion_length=7), **easy),
+    ]
+    assert len({name(**easy), *others}) == 5
+
+
+class Silent:
+    """A scorer without questions."""
+
+    def score_many(self, items):
+        return [ScorerFailed("silent")] * len(items)
 
 
 def test_unscored_held_out_question_is_counted():

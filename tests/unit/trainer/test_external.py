@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.trainer import external as module
-from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.external import ExternalGroups
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.tensors import pack_ids
@@ -66,7 +66,7 @@ def test_full_step_without_sharing_makes_no_calls():
     assert link.calls == []
 
 
-def only_the_honest(groups, *_, quota, rescore):
+def only_the_honest(groups, *_, quota, rescore, budget):
     """A judge that accepts only the groups of `honest` peers."""
     judged = Judgement(
         outcomes=[
@@ -117,9 +117,7 @@ def test_own_sampling_falls_with_used_groups_only(refused, sampled):
         *drawn("honest", "honest", "honest2", *"abcdefgh"),
         external_group("honest3", 20, rewards=[1.0, 1.0]),
     ]
-    plan = StepPlan(
-        TrainingConfig(groups_per_step=8, options=["train_once"]), SharingConfig(), Counters()
-    )
+    plan = StepPlan(TrainingConfig(groups_per_step=8), SharingConfig(), Counters())
     link = Link(*[arrive, []] * 20)
     groups = ExternalGroups(
         link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0
@@ -127,5 +125,5 @@ def test_own_sampling_falls_with_used_groups_only(refused, sampled):
     for _ in range(20):
         judgement = groups.pull(policy_version=0)
         assert len(judgement.accepted) == 4
-        plan.observe(groups.learnt(judgement, refused), [])
+        plan.observe(groups.learnt(judgement, refused))
     assert plan.own_groups == sampled

@@ -15,8 +15,8 @@ from swarmnode.policy.device import cards, training_devices
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.model import Policy
+from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer import rank_pool, rank_process
-from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import card_uses, make_whole_policy
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.ranks import DataParallelPolicy

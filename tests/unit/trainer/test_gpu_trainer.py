@@ -14,8 +14,8 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
+from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.update import Updater
 from tests.support.network_side import NetworkSide

@@ -7,26 +7,25 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.config import PolicyConfig
 from swarmnode.errors import EngineGone
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.corrections import FLOOR, LEAST_PROBABILITY
+from swarmnode.rl.corrections import LEAST_PROBABILITY
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.tasks.frames import Scored, ScorerFailed
-from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.judge import (
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.judge import (
     CHECKS,
     ExternalChecks,
     Judgement,
-    compare,
     judge,
     judge_until_full,
 )
-from swarmnode.trainer.quota import TokenQuota
-from swarmnode.trainer.update import Updater
+from swarmnode.rollouts.trainer.needed import ScoringBudget
+from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
@@ -96,22 +95,14 @@ def test_honest_group_has_full_weight_and_the_sender_s_ids(policy, sample):
     (group,) = judgement.accepted
     assert [row.completion for row in group.rows] == [c.ids for c in sample.completions]
     assert group.weights == pytest.approx([1.0] * 4, abs=1e-4)
-    for ours, theirs in zip(group.old_logprobs, sample.completions, strict=True):
+    for ours, theirs in zip(group.sampler_logprobs, sample.completions, strict=True):
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_correction_only_lowers_weights(policy, sample):
-    loose = ExternalChecks(spot_check_tolerance=10.0)
-    surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
-    much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
-    unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
-    # a claimed log-probability is at most 0
-    ratios = [math.exp(math.fsum(c.logprobs) / len(c.ids)) for c in sample.completions]
-    assert surer == pytest.approx([max(math.exp(-0.1), ratio) for ratio in ratios], rel=1e-3)
-    assert much_surer == pytest.approx(
-        [ratio if ratio >= FLOOR else 0.0 for ratio in ratios], rel=1e-3
-    )
-    assert unsure == pytest.approx([1.0] * 4)
+@pytest.mark.parametrize("shift", [-2.0, 0.1, 2.0])
+def test_reported_logprobs_do_not_change_a_weight(policy, sample, shift):
+    (accepted,) = judged(policy, external(policy, sample, shift=shift)).accepted
+    assert accepted.weights == [1.0] * 4
 
 
 def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
@@ -325,9 +316,7 @@ class Panic(BaseException):
     """A panic of a Rust library, which is not an Exception."""
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("a kernel says no"), IndexError("position 99"), ValueError(), Panic("x")]
-)
+@pytest.mark.parametrize("error", [RuntimeError("a kernel says no"), Panic("x")])
 def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
     longer = [replace(c, ids=[*c.ids[:-1], *c.ids[-2:]]) for c in sample.completions]
     longer = [replace(c, text=policy.decode(c.ids), logprobs=[-1.0] * len(c.ids)) for c in longer]
@@ -363,7 +352,7 @@ def test_an_exception_while_reading_costs_its_group(policy, sample):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_scores_that_are_not_numbers_cost_their_group(policy, sample, place, value):
     groups = [external(policy, sample), external(policy, sample)]
 
@@ -483,18 +472,6 @@ def test_without_room_nothing_is_judged():
     assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
 
 
-def test_group_without_a_best_completion_is_refused(policy, sample):
-    """The sender reports high probabilities of text that is very unlikely here, so that every
-    weight is 0."""
-    group, loose = external(policy, sample), ExternalChecks(spot_check_tolerance=1e9)
-    likely = [c.logprobs for c in sample.completions]
-    unlikely = [[x - 5.0 for x in row] for row in likely]
-    assert compare(group, [unlikely[0], *likely[1:]], policy, loose) == ("spot_check", [])
-    outcome, weights = compare(group, [likely[0], *unlikely[1:]], policy, loose)
-    assert outcome == "used"
-    assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
-
-
 def test_learning_stops_before_an_improbable_token(policy, sample):
     answer = sample.completions[0]
     mark = policy.tokenize_completion("zQ", "length")
@@ -532,6 +509,10 @@ def test_peers_marks_are_not_learnt(policy, sample):
     judgements = [judge([group], policy, score_rows, 1.0, quota=quota) for _ in range(12)]
     assert judgements[0].accepted[0].learnt[0] == len(sample.completions[0].ids)
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
+    named = judgements[-1].details["drift"]
+    assert named.endswith("to rg/gcd, this node in 0 %")
+    token = named.removeprefix("peers write '").partition("'")[0]
+    assert any(token in completion.text for completion in sample.completions)
 
 
 def test_unneeded_ending_is_not_learnt(policy, sample):
@@ -549,17 +530,14 @@ def test_unneeded_ending_is_not_learnt(policy, sample):
     assert [outcome for _, outcome in learnt(broken).outcomes] == ["failed"]
 
 
-def test_numerical_noise_does_not_clip_fresh_peer_groups(policy, sample):
-    (accepted,) = judged(policy, external(policy, sample)).accepted
-    off = [[x - 1.0 for x in row] for row in accepted.old_logprobs]
-    fresh = replace(accepted, old_logprobs=off, sampler_logprobs=off)
-    again = replace(fresh, sampler_logprobs=[])
-    cfg = TrainingConfig(max_completion_length=8)
-
-    def clipped(group):
-        updater = Updater(policy.clone(), cfg, MicroBatcher(4096))
-        return updater.update(assemble([group], "grpo")).clip_fraction
-
-    assert accepted.sampler_logprobs == accepted.old_logprobs
-    assert clipped(fresh) == 0
-    assert clipped(again) > 0, "a ratio of e is outside of the clip bounds"
+def test_a_peer_that_costs_the_scorer_too_much_is_refused(policy, sample):
+    group = external(policy, sample, rewards=[0.0, 0.0, 0.0, 1.0])
+    score_rows = partial(MicroBatcher(4096).score_with_entropy, policy)
+    now = iter(range(0, 1000, 9))
+    budget = ScoringBudget(lambda: float(next(now)))
+    scorer = lambda items, reveal: [Scored("?", [0.0] * len(texts)) for _, texts in items]
+    judged = [
+        judge([group], policy, score_rows, 1.0, rescore=scorer, budget=budget) for _ in range(2)
+    ]
+    assert [each.outcomes[0][1] for each in judged] == ["used", "failed"]
+    assert "verifier" in judged[1].details["failed"]

@@ -18,9 +18,9 @@ from swarmnode.policy.text import silent_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.rollouts.trainer.batch import assemble, own_group
+from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef

@@ -6,11 +6,10 @@ import pytest
 
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.trainer import needed
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.needed import MOST_BEGINNING, ScoringBudget, needed_only
 from swarmnode.tasks.frames import Scored, ScorerFailed
-from swarmnode.tasks.verifiers import MAJORITY
-from swarmnode.trainer import needed
-from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.needed import MOST_BEGINNING, needed_only
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
 
 END = 0
@@ -20,10 +19,9 @@ TEXT = SimpleNamespace(eos_ids={END}, decode=lambda ids: "".join(map(chr, ids)))
 
 @pytest.fixture(autouse=True)
 def tasks(monkeypatch):
-    """Install an ordinary task, a task with majority votes and an environment."""
+    """Install an ordinary task and an environment."""
     known = {
         "t": SimpleNamespace(generator="sum", environment=None),
-        "vote": SimpleNamespace(generator=MAJORITY, environment=None),
         "game": SimpleNamespace(generator="sum", environment=object()),
     }
     monkeypatch.setattr(needed, "TASKS", known)
@@ -64,7 +62,7 @@ def learnt(text, verifier):
     after = needed_only(external, accepted, TEXT, verifier)
     row = after.rows[0]
     assert row.prompt + row.completion == [1, *map(ord, text), END]
-    assert len(after.old_logprobs[0]) == len(row.completion)
+    assert len(after.sampler_logprobs[0]) == len(row.completion)
     assert after.learnt[1] == 2, "an answer without a reward is not shortened"
     return after.learnt[0], "".join(map(chr, row.completion[: after.learnt[0]]))
 
@@ -129,10 +127,9 @@ def test_a_reward_that_is_lower_without_the_ending_needs_it():
     assert learnt("12!", partial)[0] == 4
 
 
-def test_votes_episodes_and_environments_are_not_scored_in_part():
+def test_episodes_and_environments_are_not_scored_in_part():
     verifier = Verifier("12")
     for external, accepted in (
-        group_of(["12.", "?"], [1.0, 0.0], task="vote"),
         group_of(["12.", "?"], [1.0, 0.0], task="game"),
         group_of(["12.", "?"], [1.0, 0.0], task="unknown"),
         group_of(["12.", "?"], [1.0, 0.0], turns=[Turn(3, 4)]),
@@ -145,3 +142,44 @@ def test_failing_scorer_refuses_the_group():
     external, accepted = group_of(["12.", "?"], [1.0, 0.0])
     with pytest.raises(ScorerFailed):
         needed_only(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])
+
+
+class SlowVerifier(Verifier):
+    """A verifier that takes `seconds` for each text."""
+
+    now, seconds = 0.0, 1.0
+
+    def __call__(self, items, *, reveal=False):
+        found = super().__call__(items)
+        self.now += self.seconds * sum(len(texts) for _, texts in items)
+        return found
+
+
+def shorten(budget, verifier, peer, groups):
+    """Shorten answers of groups of a peer, and return how many were refused."""
+    refused = 0
+    for _ in range(groups):
+        external, accepted = group_of(["12."] * 4 + ["?"], [1.0] * 4 + [0.0])
+        try:
+            needed_only(external, accepted, TEXT, budget.of(peer, verifier))
+        except ScorerFailed:
+            refused += 1
+    return refused
+
+
+def test_a_slow_verifier_costs_a_bounded_time_per_peer():
+    verifier = SlowVerifier("12")
+    budget = ScoringBudget(lambda: verifier.now)
+    assert shorten(budget, verifier, "a", 20) == 19
+    cost = verifier.now
+    assert shorten(budget, verifier, "b", 1) == 0
+    verifier.now += 3600
+    before = verifier.now
+    assert shorten(budget, verifier, "a", 20) == 19
+    assert verifier.now <= before + cost
+
+
+def test_a_fast_verifier_shortens_every_answer():
+    verifier = SlowVerifier("12")
+    verifier.seconds = 1e-3
+    assert shorten(ScoringBudget(lambda: verifier.now), verifier, "a", 100) == 0

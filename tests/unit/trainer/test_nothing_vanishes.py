@@ -19,9 +19,9 @@ from swarmnode.observe.health import troubles
 from swarmnode.policy.load import Policy
 from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
+from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.swarm import rollback
 from swarmnode.trainer import loop, reporting, state
-from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.trackers import flat
 from tests.support.network_side import NetworkSide
@@ -118,12 +118,20 @@ def test_lengths_of_completions_and_the_share_cut(lengths, cut, mean, p95, share
     }
 
 
+def test_cut_answers_that_earn_everything_are_measured():
+    rows = [Row([1], [2])] * 4
+    groups = [TrainingGroup(rows, [], [1.0, 1.0, 0.5, 0.0], [], was_cut=[True, False, True, True])]
+    groups += [TrainingGroup(rows, [], [1.0] * 4, [])]
+    assert reporting.cut_rewarded_share(groups) == 1 / 8
+
+
 def test_nothing_sampled_has_no_lengths():
+    assert reporting.cut_rewarded_share([]) is None
     assert set(reporting.completion_lengths([]).values()) == {None}
 
 
 async def test_every_line_has_the_usual_grpo_metrics(tmp_path):
-    await train(tmp_path, max_steps=2, beta=0.1, eval_every=1, options=["train_once"])
+    await train(tmp_path, max_steps=2, beta=0.1, eval_every=1)
     lines = [json.loads(line) for line in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
     for line in lines:
         for name in GRPO:

@@ -7,8 +7,8 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
+from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.tasks.client import Scored
-from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import MAX_LAG, Sampler

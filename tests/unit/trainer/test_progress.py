@@ -1,7 +1,11 @@
 """All long operations report progress, so that silence means a hang."""
 
 import itertools
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,8 +18,8 @@ from swarmnode.link.server import LinkServer
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.process import Progress
+from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.loop import Trainer
@@ -39,6 +43,22 @@ def engine():
         lambda: calls.append(time.monotonic()),
     )
     return made, calls
+
+
+@pytest.mark.parametrize("status", ["loading torch", "loading, trying the policy, part 1 of"])
+def test_sigterm_while_loading_ends_cleanly(tmp_path, status):
+    read, write = os.pipe()
+    file = tmp_path / "config.json"
+    file.write_text(Config.model_validate({"node": {"data_dir": tmp_path}}).model_dump_json())
+    command = [sys.executable, "-m", "swarmnode.trainer", "--config", str(file)]
+    environment = {**os.environ, process.PROGRESS_FD: str(write)}
+    with subprocess.Popen(command, pass_fds=(write,), env=environment) as trainer:
+        os.close(write)
+        with open(read) as lines:
+            assert any(json.loads(line)["status"].startswith(status) for line in lines)
+            trainer.send_signal(signal.SIGTERM)
+            assert trainer.wait(30) == 0
+            assert not any(json.loads(line)["status"] == "evaluating" for line in lines)
 
 
 def test_generation_scoring_and_update_report_progress(engine):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from swarmnode.trainer.quota import ENOUGH_ANSWERS, FIRST, MEMORY_ANSWERS, TokenQuota
+from swarmnode.rollouts.trainer.quota import ENOUGH_ANSWERS, FIRST, MEMORY_ANSWERS, TokenQuota
 
 RIGHT, MARK, END = 7, 42, 1
 
@@ -82,11 +82,13 @@ def test_most_honest_answers_of_any_length_are_learnt(length):
 def test_drift_names_what_strangers_write_more_often():
     quota = quota_after(100, marked=0.1)
     assert quota.drift() is None
+    assert quota.excess is None
     marks_taken(quota, 100)
     drift = quota.drift()
     assert drift.task == "t"
     assert drift.token % FIRST == MARK
-    assert "write '.'" in drift.words(lambda ids: "." if ids == [MARK] else "?")
+    assert "write '.'" in drift.words(lambda token: "." if token == MARK else "?")
+    assert quota.excess == drift.excess
     assert drift.theirs == 1.0
     assert 0.8 < drift.excess <= 0.95
 
@@ -105,3 +107,31 @@ def test_token_counts_are_bounded():
     for number in range(1000):
         quota.own(str(number), [1])
     assert len(quota._tasks) <= 256
+
+
+def test_honest_groups_of_one_question_are_learnt():
+    """All answers of a group repeat the words of their question, which other groups do not have."""
+    rng, taken = random.Random(1), {True: 0, False: 0}
+    for skips, quota in ((True, TokenQuota()), (False, TokenQuota())):
+        for _ in range(40):
+            mine, theirs = rng.randrange(100, 200), rng.randrange(100, 200)
+            for _ in range(6):
+                quota.own("t", [mine, RIGHT, END])
+            asked = {theirs} if skips else set()
+            for _ in range(6):
+                taken[skips] += quota.takes("t", [theirs, RIGHT, END], None, asked)
+    assert taken[True] == 240
+    assert taken[False] < 200
+
+
+def test_a_mark_is_bounded_beside_words_of_the_question():
+    quota = quota_after(ENOUGH_ANSWERS)
+    assert sum(quota.takes("t", [RIGHT, MARK, END], None, {RIGHT, END}) for _ in range(100)) <= 6
+
+
+def test_words_of_questions_and_right_answers_are_no_drift():
+    quota = quota_after(100)
+    for _ in range(100):
+        quota.takes("t", [RIGHT, END], None, {RIGHT, END})
+    assert quota.drift() is None
+    assert quota.excess == 0.0

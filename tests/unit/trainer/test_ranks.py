@@ -13,9 +13,9 @@ from swarmnode.config import Config
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.engine import make_whole_policy, open_policy
 from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
@@ -49,7 +49,7 @@ class Fixture:
         devices = [torch.device("cpu")] * count
         self.config = config
         self.pool = pool or RankPool(config, devices)
-        self.policy = load_policy(on_device(config, devices, 0).policy)
+        self.policy = open_policy(on_device(config, devices, 0).policy, None, lambda line: None)
         self.start = [p.detach().clone() for p in self.policy.trainable_parameters()]
         self.alone = self.policy.clone()
 
@@ -94,7 +94,7 @@ def sampled_groups():
     samples = generate(policy, PROMPTS, Sampling(4, 8), policy.random_generator(1))
     made = [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples]
     theirs = [
-        TrainingGroup(g.rows, g.old_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
+        TrainingGroup(g.rows, g.sampler_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
         for n, g in enumerate(made[2:])
     ]
     return [*made[:2], *theirs]
@@ -161,7 +161,7 @@ def test_a_peers_bad_group_costs_that_group_only(fixture, groups):
     long = groups[-1].rows[0][0] * 100, groups[-1].rows[0][1]
     bad = TrainingGroup(
         [long, *groups[-1].rows[1:]],
-        groups[-1].old_logprobs,
+        groups[-1].sampler_logprobs,
         groups[-1].rewards,
         groups[-1].weights,
         peer="bad",

@@ -13,8 +13,8 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost
 from swarmnode.link.server import LinkServer
 from swarmnode.process import Progress
+from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer import update
-from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import Ready, run_rank

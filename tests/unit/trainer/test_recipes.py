@@ -15,11 +15,12 @@ from swarmnode.cli import run
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, DeviceError
 from swarmnode.install import install_command
+from swarmnode.model_shape import Shape
 from swarmnode.policy import device
-from swarmnode.policy.footprint import Method, Shape, footprint, micro_batch
+from swarmnode.policy.footprint import Method, footprint, micro_batch
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.micro import RowTooLarge
-from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.trainer.engine import make_whole_policy, open_policy
 from swarmnode.trainer.state import Counters
 
@@ -89,7 +90,7 @@ def test_recipe_figures_equal_the_plan(name):
     # one question's completions, beside what stays
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
-    assert settings.unsuitable_values(policy, training) == []
+    assert settings.unsuitable_values(config) == []
 
 
 def test_recipe_is_shown(capsys):
@@ -153,7 +154,7 @@ def test_recipe_of_a_small_model_samples_cuts_and_learns(name, shrunk, tmp_path)
     training = config.training
     engine = make_whole_policy(
         config,
-        open_policy(config.policy, None, False, lambda line: None),
+        open_policy(config.policy, None, lambda line: None),
         Counters(),
         send=lambda message: None,
     )
@@ -187,7 +188,7 @@ def test_recipe_overrides_stored_settings_only(tmp_path):
         overrides=said, environment={"SWARMNODE_TRAINING_SAVE_EVERY": "9"}, recipe="24gb-7b-lora"
     )
     training = resolved.config.training
-    assert (training.learning_rate, training.num_generations, training.save_every) == (1e-5, 4, 9)
+    assert (training.learning_rate, training.num_generations, training.save_every) == (6.6e-5, 4, 9)
     assert resolved.origins["training.learning_rate"] == "recipe 24gb-7b-lora"
 
 
@@ -226,7 +227,7 @@ def test_recipes_are_listed(capsys):
 )
 def test_settings_unsuited_to_a_real_model_are_named(said, warnings):
     config = settings.load(overrides=said).config
-    found = settings.unsuitable_values(config.policy, config.training)
+    found = settings.unsuitable_values(config)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
 
@@ -301,4 +302,4 @@ def test_error_of_a_large_row_names_the_remedy():
 
 
 def test_the_defaults_suit_the_embedded_policy():
-    assert settings.unsuitable_values(Config().policy, Config().training) == []
+    assert settings.unsuitable_values(Config()) == []

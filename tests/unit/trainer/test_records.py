@@ -8,9 +8,9 @@ from swarmnode.link.messages import Report
 from swarmnode.observe import samples
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.groups import OwnGroup, join_turns
+from swarmnode.rollouts.trainer.batch import TrainingGroup
+from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.trainer import records
-from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from tests.support.groups import external_group

@@ -70,9 +70,8 @@ class Allocator:
 
 
 async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
-    allocator = Allocator(monkeypatch, tokens=80, training=False)
-    once = {"eval_every": 100, "options": ["train_once"]}
-    first = await train(tmp_path, max_steps=2, **once)
+    allocator = Allocator(monkeypatch, tokens=60, training=False)
+    first = await train(tmp_path, max_steps=2, eval_every=100)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].generation_tokens
@@ -81,7 +80,7 @@ async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     assert allocator.failures == first[-1].oom_retries_total
 
     allocator.failures = 0
-    second = await train(tmp_path, max_steps=4, **once)
+    second = await train(tmp_path, max_steps=4, eval_every=100)
     assert second[-1].step == 4
     assert allocator.failures == 0
     assert second[-1].generation_tokens == limit

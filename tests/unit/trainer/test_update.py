@@ -14,8 +14,8 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer import update as module
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import WARMUP_STEPS, Updater, learning_rate, normalizer, trained
 
 PROMPTS = [
@@ -39,7 +39,10 @@ def rows(base):
     own = own_group(first, [1.0, 0.0, 0.0, 1.0])
     theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
     return assemble(
-        [own, TrainingGroup(theirs.rows, theirs.old_logprobs, theirs.rewards, [0.9] * 4, peer="p")],
+        [
+            own,
+            replace(theirs, weights=[0.9] * 4, peer="p"),
+        ],
         "grpo",
     )
 
@@ -52,7 +55,7 @@ def after(base, rows, tokens=10_000, **keys):
     return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]), statistics
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_micro_batches_add_up_to_the_whole_batch(base, rows, loss_type):
     whole, one = after(base, rows, loss_type=loss_type)
     pieces, many = after(base, rows, tokens=64, loss_type=loss_type)
@@ -79,8 +82,8 @@ def test_a_batch_without_a_signal_moves_nothing(base, rows):
     start = torch.cat([p.detach().flatten() for p in base.trainable_parameters()])
     silent = copy.copy(rows)
     object.__setattr__(silent, "advantages", torch.zeros_like(rows.advantages))
-    end, statistics = after(base, silent)
-    assert not statistics.stepped
+    end, done = after(base, silent)
+    assert (done.stepped, done.skipped) == (False, "no_signal")
     assert torch.equal(start, end)
 
 
@@ -102,7 +105,7 @@ def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
     groups = [
         TrainingGroup(
             rows.rows[at : at + 4],
-            rows.old_logprobs[at : at + 4],
+            rows.sampler_logprobs[at : at + 4],
             [1.0, 0.0, 0.0, 1.0],
             [1.0] * 4,
             peer,
@@ -129,14 +132,14 @@ def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
             Row(prompt, completion[:-1] * 90 + completion[-1:])
             for prompt, completion, *_ in rows.rows[4:]
         ],
-        [old[:-1] * 90 + old[-1:] for old in rows.old_logprobs[4:]],
+        [old[:-1] * 90 + old[-1:] for old in rows.sampler_logprobs[4:]],
         [0.0, 1.0, 0.0, 1.0],
         [1.0] * 4,
         peer="q",
     )
     ours, theirs = (
         TrainingGroup(
-            rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], rewards, [1.0] * 4, peer
+            rows.rows[at : at + 4], rows.sampler_logprobs[at : at + 4], rewards, [1.0] * 4, peer
         )
         for at, rewards, peer in ((0, [1.0, 0.0, 0.0, 1.0], ""), (4, [0.0, 1.0, 0.0, 0.0], "p"))
     )
@@ -174,28 +177,9 @@ def test_a_kl_penalty_holds_the_policy_back(base, rows):
         Updater(policy, TrainingConfig(beta=0.1), MicroBatcher(10_000))
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(base, rows, monkeypatch):
-    start = torch.cat([p.detach().flatten() for p in base.trainable_parameters()])
-    monkeypatch.setattr(module, "policy_loss", lambda *a, **k: _poisoned(*a, **k))
-    end, statistics = after(base, rows)
-    assert not statistics.stepped
-    assert torch.equal(start, end)
-
-
-def _poisoned(*arguments, **keys):
-    from swarmnode.rl.objectives import policy_loss
-
-    out = policy_loss(*arguments, **keys)
-    return out._replace(loss=out.loss * float("nan"))
-
-
 def rates(steps, **keys):
     cfg = TrainingConfig(learning_rate=2.0, **keys)
     return [learning_rate(cfg, step) for step in range(steps)]
-
-
-def test_learning_rate_is_constant_by_default():
-    assert rates(50) == [2.0] * 50
 
 
 def test_warm_up_starts_with_a_positive_rate():
@@ -240,8 +224,6 @@ def test_step_uses_the_given_learning_rate(base, rows):
     [
         ["linear"],
         ["linear", "cosine"],
-        ["mask_truncated", "overlong_shaping"],
-        ["mis", "sequence_tis"],
         ["nonsense"],
     ],
 )
@@ -342,7 +324,7 @@ def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
 
 def test_peer_group_with_infinite_gradient_is_refused(base, rows, monkeypatch):
     ours = assemble(
-        [TrainingGroup(rows.rows[:4], rows.old_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
+        [TrainingGroup(rows.rows[:4], rows.sampler_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
         "grpo",
     )
     bad = next(
@@ -358,10 +340,3 @@ def test_peer_group_with_infinite_gradient_is_refused(base, rows, monkeypatch):
     assert done.refused == {1: "no_gradient"}
     expected, _ = after(base, ours, loss_type="grpo")
     assert torch.allclose(flat(policy), expected, atol=1e-5)
-
-
-def test_a_batch_without_a_signal_is_a_reason(base, rows):
-    silent = copy.copy(rows)
-    object.__setattr__(silent, "advantages", torch.zeros_like(rows.advantages))
-    _, done = after(base, silent)
-    assert (done.stepped, done.skipped) == (False, "no_signal")

@@ -12,8 +12,8 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer import update as module
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import Updater
 
 PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
@@ -31,7 +31,7 @@ def groups(base):
     samples = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
     made = [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples]
     theirs = [
-        TrainingGroup(g.rows, g.old_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
+        TrainingGroup(g.rows, g.sampler_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
         for n, g in enumerate(made[1:])
     ]
     return [made[0], *theirs]
@@ -190,7 +190,7 @@ def long(base, groups):
     group = groups[0]
     prompt, answer, _ = group.rows[0]
     first = (answer * 40)[: 2 * max(row.tokens for row in group.rows) + 4]
-    logprobs = [[-1.0] * len(first), *group.old_logprobs[1:]]
+    logprobs = [[-1.0] * len(first), *group.sampler_logprobs[1:]]
     return TrainingGroup(
         [Row(prompt, first), *group.rows[1:]], logprobs, group.rewards, group.weights
     )

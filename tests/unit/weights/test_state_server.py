@@ -6,10 +6,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
-from swarmnode.weights import local, state
+from swarmnode.weights import local
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
-from swarmnode.weights.payload_store import LocalPayload, PayloadStore
-from swarmnode.weights.state import StateServer
+from swarmnode.weights.network import newcomer
+from swarmnode.weights.network.newcomer import StateServer
+from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import BulkRequest
 
@@ -88,14 +89,14 @@ class Served:
 async def test_repeated_requests_use_bounded_disk_and_recent_states(
     tmp_path, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(state, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state, "offer_seconds", lambda size: 3600.0)
+    monkeypatch.setattr(newcomer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(newcomer, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
     for _ in range(24 * 60):
         number = await served.ask()
         oldest = max(oldest, trio.current_time() - born.setdefault(number, trio.current_time()))
         await trio.sleep(60)
-    assert served.most == state.MOST_STATES * SIZE
+    assert served.most == newcomer.MOST_STATES * SIZE
     assert oldest < 2 * 3600
     assert served.written > 24, "and it does not stop at the first ones"
 
@@ -109,17 +110,10 @@ async def test_small_state_is_written_for_each_request(tmp_path, autojump_clock)
     assert numbers == list(range(1, 21))
 
 
-async def test_thousand_requests_share_one_offer(tmp_path, autojump_clock):
-    served = Served(tmp_path)
-    for _ in range(1000):
-        await served.ask()
-    assert len(served.network.offered) == 1
-
-
 async def test_repeated_request_extends_the_offer(tmp_path, autojump_clock, monkeypatch):
-    monkeypatch.setattr(state, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state, "MOST_STATES", 1)
-    served, seconds = Served(tmp_path), state.offer_seconds(SIZE)
+    monkeypatch.setattr(newcomer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(newcomer, "MOST_STATES", 1)
+    served, seconds = Served(tmp_path), newcomer.offer_seconds(SIZE)
     for _ in range(5):
         assert await served.ask() == 1
         await trio.sleep(seconds - 1)
@@ -159,17 +153,3 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
     with pytest.raises(PeerError, match="the state is not ready"):
         await served.ask()
-
-
-async def test_writing_a_state_has_a_time_limit(tmp_path, autojump_clock):
-    served = Served(tmp_path, writes=False)
-    assert not served.server.is_writing
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(
-            served.network.ask, "stranger", encode_message(StateRequest(FINGERPRINT))
-        )
-        await trio.sleep(1.0)
-        assert served.server.is_writing
-        nursery.cancel_scope.cancel()
-    await trio.sleep(state.WRITE_SECONDS)
-    assert not served.server.is_writing

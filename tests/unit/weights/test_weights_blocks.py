@@ -7,16 +7,16 @@ import threading
 import pytest
 import torch
 
-from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import Losses
 from swarmnode.config import WeightsConfig
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.fragments import block_of, common, pack, within
+from swarmnode.weights.fragments import block_of, common, pack, unpack, within
 from swarmnode.weights.local import LocalReplica
 from swarmnode.weights.messages import Here
+from swarmnode.weights.network.discovery import Discovery
+from swarmnode.weights.trainer.averaged import AveragedTensors
+from swarmnode.weights.trainer.gate import Losses
 from tests.support.replica import settle
 
 LAYERS = 4
@@ -62,7 +62,7 @@ class Party:
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
         self.tensors = AveragedTensors(self.parameters, FRAGMENTS, threading.Lock(), LAYERS)
         self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
-        config = WeightsConfig(rule="gossip", fragments=FRAGMENTS, sync_every=sync_every)
+        config = WeightsConfig(fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
             self.tensors,
@@ -133,11 +133,11 @@ def parties(tmp_path):
         party.replica.close()
 
 
-def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties):
+def test_common_blocks_are_averaged_and_no_others(parties):
     head, long = parties(HEAD, LONG)
     for party in (head, long):
         party.train()
-    before = [party.weights() for party in (head, long)]
+    before, start = [party.weights() for party in (head, long)], head.phi()["model.layers.1.w"]
     assert exchange(head, long, 1, b"s" * 16) == ["accepted"] * 2
     shared = {"model.layers.1.w"}  # of fragment 1, which has the odd layers and the end
     assert [party.probe.judged for party in (head, long)] == [(shared, shared)] * 2
@@ -145,147 +145,64 @@ def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties):
         mean = (before[0]["model.layers.1.w"] + before[1]["model.layers.1.w"]) / 2
         torch.testing.assert_close(
             party.weights()["model.layers.1.w"],
-            mean,
+            start + 0.7 * (mean - start),
             atol=2e-3,
             rtol=0,
         )
         assert all(
             torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared
         )
-        assert party.counters.outer_clocks == [0, 1]
-        for name in party.tensors.names(1):
-            # what was learnt alone is in its slow weights too
-            assert torch.equal(party.phi()[name], party.weights()[name])
+        assert torch.equal(party.phi()["model.layers.1.w"], party.weights()["model.layers.1.w"])
+        clocks = dict(zip(party.tensors.blocks, party.counters.outer_clocks, strict=True))
+        assert clocks == {block: int(block == 3) for block in party.tensors.blocks}
 
 
-ODD = {"model.layers.1.w"}
-"""Fragment 1 as HEAD has it."""
-LEFT = {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}
-"""And what HEAD lacks of it."""
-
-
-def moved(party, before):
-    """Names of the tensors that have taken an outer step since φ was `before`."""
-    return {name for name, phi in party.phi().items() if phi is not before[name]}
-
-
-def met_half(parties):
-    """One that has everything, after an exchange of fragment 1 with one that has half of it, and
-    one that has the rest."""
-    whole, head, tail = parties(WHOLE, HEAD, TAIL, sync_every=16)
+def test_blocks_of_a_fragment_are_averaged_with_different_partners(parties):
+    whole, head, tail = parties(WHOLE, HEAD, TAIL)
     for party in (whole, head, tail):
-        party.counters.step = 15
+        party.train()
+    shared = [{"model.layers.1.w"}, {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}]
+    for number, (party, names) in enumerate(zip((head, tail), shared, strict=True)):
+        before = whole.phi()
+        assert exchange(whole, party, 1, bytes([number]) * 16) == ["accepted"] * 2
+        assert {name for name, phi in whole.phi().items() if phi is not before[name]} == names
+        for name in names:
+            torch.testing.assert_close(
+                whole.weights()[name], party.weights()[name], atol=1e-3, rtol=0
+            )
+    # blocks 0 to 5: both swaps are the first outer step of their blocks
+    assert whole.counters.outer_clocks == [0, 1, 0, 1, 0, 1]
+    assert whole.facts.outer_steps == [0, 0]
+    assert whole.replica.facts(False).outer_steps == [0, 1]
+    assert whole.counters.exchanges_total == 2
+
+
+def test_fallen_reward_reverts_all_swaps_of_a_step(parties):
+    whole, head, tail = parties(WHOLE, HEAD, TAIL)
+    for party in (whole, head, tail):
         party.train()
     for _ in range(3):
         assert not whole.replica.observe(0.5)
-    before = whole.phi()
-    assert exchange(whole, head, 1, b"s" * 16) == ["accepted"] * 2
-    assert moved(whole, before) == ODD
-    return whole, head, tail
-
-
-def test_missing_blocks_are_averaged_with_a_second_partner(parties):
-    whole, _, tail = met_half(parties)
-    asked = []
-    for _ in range(4):
-        whole.train()
-        tail.train()
-        whole.replica.between_steps(True, 0.1)
-        asked += [
-            (whole.counters.step, m.fragment, m.blocks)
-            for m in whole.said
-            if isinstance(m, local.OuterStepDue)
-        ]
-    assert asked == [(20, 1, pack({1, 5}))]
-    before, weights, theirs = whole.phi(), whole.weights(), tail.weights()
-    assert exchange(whole, tail, 1, b"t" * 16) == ["accepted"] * 2
-    assert moved(whole, before) == LEFT
-    for name in LEFT:
-        torch.testing.assert_close(
-            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=5e-3, rtol=0
-        )
-    assert all(
-        torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT
-    )
-
-
-def test_leftover_blocks_belong_to_the_same_outer_step(parties):
-    whole, head, tail = met_half(parties)
-    assert whole.counters.outer_clocks == [0, 1]
-    exchange(whole, tail, 1, b"t" * 16)
-    assert [party.counters.outer_clocks for party in (whole, head, tail)] == [[0, 1]] * 3, (
-        "nobody met one that was ahead"
-    )
-    exchange(whole, tail, 1, b"u" * 16)
-    assert [party.counters.outer_clocks for party in (whole, tail)] == [[0, 2]] * 2
-
-
-def test_fallen_reward_reverts_both_parts_of_a_step(parties):
-    whole, _, tail = met_half(parties)
-    (other,) = parties(WHOLE, sync_every=16)
-    other.train(0.0)
-    before = {name: t for name, t in whole.phi().items() if name in LEFT}
-    exchange(whole, tail, 1, b"t" * 16)
-    whole.train()
-    after = whole.weights()
+    before, phi = whole.weights(), whole.phi()
+    for number, party in enumerate((head, tail)):
+        exchange(whole, party, 1, bytes([number]) * 16)
     assert whole.replica.observe(0.1)
-    for name, phi in whole.phi().items():
-        assert torch.equal(phi, other.weights()[name]), "as before the first outer step"
-    assert all(whole.phi()[name] is phi for name, phi in before.items())
-    assert {
-        name for name, t in whole.weights().items() if not torch.equal(t, after[name])
-    } == ODD | LEFT
+    assert all(torch.equal(t, before[name]) for name, t in whole.weights().items())
+    assert all(torch.equal(t, phi[name]) for name, t in whole.phi().items())
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
-    whole, _, tail = met_half(parties)
-    before = whole.phi()
-    if refused:
-        whole.probe.after = 9.0
-        assert exchange(whole, tail, 1, b"t" * 16)[0] == "probe"
-        assert moved(whole, before) == set()
-    whole.do(local.SoloStep(1))
-    assert moved(whole, before) == LEFT
-    assert whole.counters.outer_clocks == [0, 1]
-    assert whole.counters.revert.peers == ("peer",), (
-        "the exchange that it belongs to can be taken back still"
-    )
-    before = whole.phi()
-    whole.do(local.SoloStep(1))
-    assert moved(whole, before) == ODD | LEFT
-    assert whole.counters.outer_clocks == [0, 2]
-    assert whole.counters.revert.peers == ("peer",)
-
-
-def test_repeated_half_partner_withholds_no_block(parties):
-    whole, head, _ = met_half(parties)
-    taken = []
-    for number in range(4):
-        for party in (whole, head):
-            party.train()
-        before = whole.phi()
-        exchange(whole, head, 1, bytes([number]) * 16)
-        taken.append(moved(whole, before))
-    assert taken == [ODD | LEFT, ODD, ODD | LEFT, ODD]
-
-
-def test_abandons_an_exchange_that_omits_newly_due_blocks(parties):
-    whole, _, _ = met_half(parties)
-    (long,) = parties({5}, sync_every=16)
-    blocks = blocks_shared(whole, long)
-    theirs = long.do(local.TakeSnapshot(b"t" * 16, 1, blocks))[0]
-    whole.do(local.TakeSnapshot(b"t" * 16, 1, blocks))
-    whole.replica.receive(local.ApplyPayload(b"t" * 16, 1, "peer", 0, theirs.path, blocks))
-    settle(whole.replica.receive, whole.said)
-    whole.counters.step, before = 32, whole.phi()
-    # judged, as some of what is left; and then all of the fragment is due
+def test_only_due_blocks_are_reported(parties):
+    (whole,) = parties(WHOLE, sync_every=16)
+    whole.counters.step = 7
+    whole.train()
+    whole.do(local.SoloStep(0, pack({2})))
+    assert whole.counters.outer_clocks == [0, 0, 1, 0, 0, 0]
+    assert whole.counters.solo_steps_total == 1
     whole.replica.between_steps(True, 0.1)
-    assert whole.probe.judged == ({"model.layers.3.w"},) * 2
-    settle(whole.replica.receive, whole.said)
-    whole.replica.between_steps(True, 0.1, stepped=False)
-    assert moved(whole, before) == set()
-    assert whole.said[-1] == local.SwapEnded(b"t" * 16, 0, "", "local", False, 0)
+    assert whole.said[-1] == local.OuterStepDue(0, 0, 8, 0.1, pack({0, 4}))
+    whole.replica.between_steps(False, 0.1)  # without a network process
+    whole.do(local.DropSwap(b"x" * 16))
+    assert whole.counters.outer_clocks == [1, 0, 1, 0, 1, 0]
 
 
 def test_stage_averages_only_its_own_blocks(parties):
@@ -304,19 +221,14 @@ def test_stage_averages_only_its_own_blocks(parties):
         )
         == 3
     )
-    # of fragment 1 it holds nothing at all, and a step of it asks nobody, changes nothing and is
-    # counted
+    # it holds no block of fragment 1, so its step needs no partner and changes nothing
     assert within(short.facts.blocks(), 1, FRAGMENTS) == b""
     before, version = short.weights(), short.counters.policy_version
     short.counters.step = 4
     short.replica.between_steps(True, 0.1)
     short.do(local.DropSwap(b"x" * 16))
-    assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
-    assert (
-        short.counters.outer_clocks,
-        short.counters.solo_steps_total,
-        short.counters.policy_version,
-    ) == ([0, 1], 0, version)
+    assert short.said == []
+    assert (short.counters.outer_clocks, short.counters.policy_version) == ([0, 0], version)
     assert all(torch.equal(t, before[name]) for name, t in short.weights().items())
 
 
@@ -347,13 +259,16 @@ def test_differently_cut_crews_and_a_whole_node_converge(
                 (p for p in free if within(blocks_shared(one, p), fragment, FRAGMENTS)), None
             )
             if partner is None:
-                one.do(local.SoloStep(fragment))
+                one.do(local.SoloStep(fragment, one.facts.blocks()))
                 continue
             free.remove(partner)
             assert set(exchange(one, partner, fragment, next(names).to_bytes(16, "big"))) <= {
                 "accepted",
                 "clipped",
             }
+            for party in (one, partner):  # as their network processes do
+                left = unpack(party.facts.blocks()) - unpack(blocks_shared(one, partner))
+                party.do(local.SoloStep(fragment, pack(left)))
 
     def learn(rounds, size):
         for _ in range(rounds):
@@ -418,7 +333,7 @@ async def test_partners_with_the_whole_fragment_are_asked_first(
             )
         asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
         first, then = expected
-        order, best = asked.partners(1, 3)
+        order, best = asked.partners(within(party.facts.blocks(), 1, FRAGMENTS), 3)
         assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [
             first,
             then,

@@ -9,8 +9,8 @@ import trio
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource
-from swarmnode.weights import payload_store
-from swarmnode.weights.payload_store import LocalPayload, PayloadStore, RemotePayload
+from swarmnode.weights.network import payload_store
+from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore, RemotePayload
 
 CHUNK = 4096
 CHUNKS = 12

@@ -2,28 +2,13 @@
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
 
 from swarmnode.errors import BadMessage, LocalError, PeerError
-from swarmnode.weights import exchange, local
-from swarmnode.weights.discovery import (
-    ASK_SECONDS,
-    FRESH_SECONDS,
-    MAX_PEERS,
-    edge_rank,
-    epoch_bucket,
-    partner_order,
-)
-from swarmnode.weights.exchange import (
-    FALSE_DATA_SECONDS,
-    LONGEST_BACKOFF_SECONDS,
-    PARTNERS,
-    REMEMBERED_SWAPS,
-    PeerBackoff,
-)
+from swarmnode.weights import local
+from swarmnode.weights.fragments import pack
 from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.messages import (
     Accepted,
@@ -36,10 +21,24 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
+from swarmnode.weights.network import swaps
+from swarmnode.weights.network.discovery import (
+    ASK_SECONDS,
+    FRESH_SECONDS,
+    edge_rank,
+    epoch_bucket,
+    partner_order,
+)
+from swarmnode.weights.network.swaps import (
+    FALSE_DATA_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    PeerBackoff,
+)
 from tests.support.swaps import (
     BLOCKS,
     DELAY,
     EVERY,
+    LAYOUT,
     Hostile,
     Hub,
     Party,
@@ -131,51 +130,16 @@ async def test_an_accepted_swap_satisfies_the_pending_step(autojump_clock):
         assert solo_steps(b) == 0
 
 
-async def test_three_busy_peers_make_a_solo_step(autojump_clock):
-    names = [f"p{number}" for number in range(6)]
-    async with swarm({"me": Party} | dict.fromkeys(names, Party)) as parties:
-        for name in names:
-            parties[name].may_accept = False
-        parties["me"].due()
-        await settled(parties["me"])
-        assert parties["me"].outcome("busy") == 3
-        assert solo_steps(parties["me"]) == 1
-
-
 async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
+        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0, BLOCKS))[0]
         parties[first].may_accept = False
         me.due()
         await settled(me)
         assert me.outcome("busy") == 1
         assert sum(me.applied.values()) == 1
         assert first not in me.applied
-
-
-async def test_a_peer_that_does_not_answer_is_skipped(autojump_clock):
-    async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
-        me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
-        me._hub.handlers[first] = silent
-        me.due()
-        await trio.sleep(exchange.PROPOSE_SECONDS + 2 * DELAY)
-        assert first not in me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)), "in backoff"
-        await settled(me)
-        assert me.outcome("unreachable") == 1
-        assert sum(me.applied.values()) == 1
-
-
-async def test_a_due_step_during_a_swap_is_part_of_it(autojump_clock):
-    async with swarm({"a": Party, "b": Party}, every=EVERY) as parties:
-        a = parties["a"]
-        a.judges_in = 60.0
-        a.due()
-        await trio.sleep(10.0)
-        a.due()
-        await settled(a)
-        assert (a.outcome("applied"), solo_steps(a)) == (1, 0)
 
 
 async def test_fragments_are_swapped_at_the_same_time(autojump_clock):
@@ -219,7 +183,7 @@ async def test_a_payload_an_interval_old_is_refused(autojump_clock):
 async def test_payload_request_is_held_until_it_is_ready(autojump_clock):
     async with swarm({"a": Party, "b": hostile("silent")}) as parties:
         a = parties["a"]
-        a.encodes_in = exchange.POLL_SECONDS + 0.5
+        a.encodes_in = swaps.POLL_SECONDS + 0.5
         a.exchange.answer("b", requested(a))
         began = trio.current_time()
         assert await payload(a, "b", requested(a).id) == Busy(requested(a).id)
@@ -237,7 +201,7 @@ async def test_one_copy_serves_swaps_within_some_seconds(autojump_clock):
             a.exchange._partners.clear()
             a.exchange._rest_until.clear()
             if number == 2:
-                await trio.sleep(exchange.COPY_REUSE_SECONDS)
+                await trio.sleep(swaps.COPY_REUSE_SECONDS)
         copied = [m.session for m in a.to_trainer if isinstance(m, local.TakeSnapshot)]
         assert copied == [requested(a, 1).id, requested(a, 3).id]
         assert len(a.store.offered) == 3
@@ -251,30 +215,6 @@ async def test_a_copy_is_not_served_after_a_commit(autojump_clock):
         a.due(step_seconds=0.0)
         await settled(a)
         assert sum(isinstance(m, local.TakeSnapshot) for m in a.to_trainer) == 2
-
-
-@pytest.mark.parametrize(("limit", "seconds"), [(1000, 5.0), (2_000_000_000, 25.0)])
-async def test_large_copies_have_longer_to_be_written(limit, seconds, autojump_clock):
-    async with swarm({"a": Party, "b": hostile("well")}) as parties:
-        a = parties["a"]
-        a.replica.limits, a.encodes_in = [limit], 1e6
-        a.exchange.answer("b", requested(a))
-        await trio.sleep(seconds - 0.5)
-        assert a.exchange.phase == ("copying", "b")
-        await trio.sleep(1.0)
-        assert a.exchange.phase == ("idle", "")
-
-
-async def test_an_offer_lasts_as_long_as_slow_partners_need(autojump_clock, monkeypatch):
-    """A quarter of 7 B over 100 Mbit/s here and 10 back."""
-    size = 1_950_000_000
-    monkeypatch.setattr("tests.support.swaps.SIZE", size)
-    async with swarm({"a": Party, "b": hostile("silent")}) as parties:
-        a = parties["a"]
-        a.exchange.answer("b", requested(a))
-        await trio.sleep(1.0)
-        (offer,) = a.store.offered
-        assert offer.until - trio.current_time() > 8 * size / 10e6
 
 
 # ---- swaps that fail -----------------------------------------------------------------------------
@@ -292,7 +232,9 @@ async def test_failed_partner_costs_one_try(way, cause, autojump_clock):
         assert a.failures == {cause: 1}
         assert (a.outcome("failed"), a.outcome("applied"), solo_steps(a)) == (1, 0, 1)
         assert a.to_trainer[1] == local.DropSwap(a.to_trainer[0].session)
-        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == [], "it is left alone"
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0, BLOCKS)) == [], (
+            "it is left alone"
+        )
         assert not a.rejected, "an honest partner can crash"
 
 
@@ -368,17 +310,6 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         ), "b may still be fetching"
 
 
-async def test_late_own_copy_blames_no_peer(autojump_clock):
-    async with swarm({"a": Party, "b": Party}) as parties:
-        a = parties["a"]
-        a.encodes_in = 1e6
-        a.due()
-        await settled(a)
-        assert a.failures == {"snapshot": 1}
-        assert a.exchange._known("b").backoff.until <= trio.current_time()
-        assert (a.outcome("solo"), solo_steps(a)) == (1, 1)
-
-
 async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
     """A suspended stage answers a request for a copy with SwapEnded."""
     async with swarm({"a": Party, "b": hostile("well")}) as parties:
@@ -390,16 +321,6 @@ async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
         await trio.sleep(0.1)
         assert a.exchange.phase == ("idle", "")
         assert a.failures == {"local": 1}
-
-
-async def test_trainer_without_a_verdict_times_out(autojump_clock):
-    async with swarm({"a": Party, "b": Party}) as parties:
-        a = parties["a"]
-        a.judges_in = 1e6
-        a.due()
-        await settled(a)
-        assert a.failures == {"apply_timeout": 1}
-        assert local.DropSwap(a.to_trainer[0].session) in a.to_trainer
 
 
 @pytest.mark.parametrize("after", [DELAY / 2, 0.05, 0.2, 0.5])
@@ -434,26 +355,6 @@ async def test_wrong_answer_to_a_claim_costs_reputation(autojump_clock):
         assert a.rejected == [("b", "weights_malformed")]
 
 
-async def test_a_copy_that_was_never_offered_is_deleted(autojump_clock):
-    async with swarm({"a": Party, "b": hostile("well")}) as parties:
-        a = parties["a"]
-        a.encodes_in = 1e6
-        a.exchange.answer("b", requested(a))
-        await trio.sleep(0.1)
-        written = local.SnapshotWritten(requested(a).id, 0, "out", 20, b"")
-        a.exchange.snapshot_written(written)
-        a.exchange.trainer_left()
-        await trio.sleep(0.1)
-        assert a.failures == {"no_trainer": 1}
-        assert a.store.discarded == [Path("out")]
-
-
-async def test_a_request_after_the_trainer_left_is_busy(autojump_clock):
-    async with swarm({"a": Party, "b": Party}) as parties:
-        parties["a"].may_accept = False
-        assert isinstance(parties["a"].exchange.answer("b", requested(parties["a"])), Busy)
-
-
 # ---- who is asked and accepted -------------------------------------------------------------------
 
 
@@ -470,22 +371,6 @@ def test_a_backoff_doubles_up_to_an_hour():
     assert backoff.until < 0
     backoff.fail(100.0, 10.0)
     assert backoff.until == 110.0
-
-
-async def test_a_success_clears_the_backoff(autojump_clock):
-    async with swarm({"a": Party, "b": Party}, every=EVERY) as parties:
-        a, b = parties["a"], parties["b"]
-        waits = []
-        for outcome in ("probe", "probe", "accepted", "probe"):
-            a.verdict = lambda peer, outcome=outcome: outcome
-            a.due()
-            await settled(a)
-            waits.append(a.exchange._known("b").backoff.until - trio.current_time())
-            await trio.sleep(EVERY)
-            await settled(b)
-        assert waits[1] == pytest.approx(2 * waits[0], rel=0.1)
-        assert waits[2] < 0
-        assert waits[3] == pytest.approx(waits[0], rel=0.1)
 
 
 async def test_a_partner_far_behind_gains_nothing(autojump_clock):
@@ -505,7 +390,7 @@ async def test_reverted_partner_is_in_backoff(autojump_clock):
         await settled(a)
         a.exchange.reverted("b")
         assert a.exchange.statistics.judged["reverted"] == 1
-        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == []
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0, BLOCKS)) == []
 
 
 async def test_one_fragment_accepts_one_swap_per_quarter_interval(autojump_clock):
@@ -534,23 +419,6 @@ async def test_one_peer_is_accepted_once_in_its_share(autojump_clock):
         assert 0 < answer.retry_seconds <= 0.8 * EVERY
 
 
-async def test_busy_peer_is_asked_last(autojump_clock):
-    async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
-        first, second = me.exchange._order(due)
-        me.exchange._partner(first).busy_until = trio.current_time() + 60.0
-        assert me.exchange._order(due) == [second, first]
-
-
-async def test_recent_partner_is_asked_last(autojump_clock):
-    async with swarm({"me": Party, "x": Party, "y": Party}, every=EVERY) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
-        me.exchange._step_seconds = 1.0
-        first, second = me.exchange._order(due)
-        me.exchange._partner(first).swapped_at = trio.current_time()
-        assert me.exchange._order(due) == [second, first]
-
-
 async def test_another_policy_is_refused_without_blame(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
@@ -558,27 +426,6 @@ async def test_another_policy_is_refused_without_blame(autojump_clock):
         assert a.exchange.answer("b", foreign) == Refused(bytes(16), "other_policy")
         a.exchange.answer("b", requested(a))
         assert not a.rejected
-
-
-async def test_repeated_request_is_refused(autojump_clock):
-    async with swarm({"a": Party, "b": hostile("well")}) as parties:
-        a = parties["a"]
-        assert isinstance(a.exchange.answer("b", requested(a)), Accepted)
-        await settled(a)
-        assert a.exchange.answer("b", requested(a)) == Refused(requested(a).id, "over")
-
-
-async def test_memory_of_peers_and_swaps_is_bounded(autojump_clock):
-    async with swarm({"a": Party, "b": Party}) as parties:
-        a = parties["a"]
-        for number in range(PARTNERS + 5):
-            a.exchange._fail(f"peer {number}", 1.0)
-            a.exchange._partner("a friend").applied += 1
-        assert len(a.exchange._partners) == PARTNERS
-        assert a.exchange.pairs() == {"a friend": PARTNERS + 5}
-        for number in range(REMEMBERED_SWAPS + 5):
-            a.exchange._begin(exchange.SwapState(number.to_bytes(16, "big"), "b", 0, BLOCKS))
-        assert len(a.exchange._recent) == REMEMBERED_SWAPS
 
 
 async def test_swaps_under_way_are_bounded(autojump_clock):
@@ -592,6 +439,59 @@ async def test_swaps_under_way_are_bounded(autojump_clock):
             for number, name in enumerate(names)
         ]
         assert sum(isinstance(answer, Accepted) for answer in answers) == MOST_SWAPS
+
+
+HEAD, TAIL = partial(Party, layout=LAYOUT[:1]), partial(Party, layout=LAYOUT[1:])
+"""Two stages of a crew, a layer each."""
+
+
+async def test_a_whole_node_averages_with_every_stage_of_a_crew(autojump_clock):
+    async with swarm({"whole": Party, "head": HEAD, "tail": TAIL}) as parties:
+        whole = parties["whole"]
+        whole.due()
+        await trio.sleep(EVERY / 2)
+        assert whole.applied == {"head": 1, "tail": 1}
+        assert [party.applied["whole"] for party in (parties["head"], parties["tail"])] == [1, 1]
+        assert solo_steps(whole) == 0
+        asked = [m.blocks for m in whole.to_trainer if isinstance(m, local.TakeSnapshot)]
+        assert sorted(asked) == sorted(parties[name].replica.blocks for name in ("head", "tail"))
+
+
+async def test_blocks_that_no_partner_holds_step_alone(autojump_clock):
+    async with swarm({"whole": Party, "head": HEAD}) as parties:
+        whole = parties["whole"]
+        whole.due()
+        await trio.sleep(EVERY / 2)
+        assert whole.applied == {"head": 1}
+        alone = [m for m in whole.to_trainer if isinstance(m, local.SoloStep)]
+        assert alone == [local.SoloStep(0, pack({3}))], "the second layer"
+
+
+async def test_a_swap_omits_blocks_that_were_just_averaged(autojump_clock):
+    async with swarm({"whole": Party, "head": HEAD, "other": Party}) as parties:
+        whole, head, other = parties.values()
+        whole.due(steps=1)
+        await trio.sleep(0.1)
+        head.exchange.answer("whole", requested(whole))  # busy: its own swap is under way
+        await trio.sleep(5.0)
+        assert whole.applied
+        whole.exchange._rest_until = {2: trio.current_time() + 50.0}
+        answer = whole.exchange.answer("stranger", requested(other, 7))
+        assert isinstance(answer, Accepted)
+        assert answer.blocks == pack({3})
+        whole.exchange._rest_until[3] = whole.exchange._rest_until[2]
+        assert isinstance(whole.exchange.answer("another", requested(other, 8)), Busy)
+
+
+async def test_an_answer_with_blocks_that_were_not_proposed_is_false(autojump_clock):
+    async with swarm({"head": HEAD, "other": Party}) as parties:
+        head = parties["head"]
+        wrong = lambda peer, swap: Accepted(swap.id, 20, BLOCKS)
+        parties["other"].exchange.answer = wrong
+        head.due()
+        await trio.sleep(EVERY / 2)
+        assert head.rejected == [("other", "weights_malformed")]
+        assert solo_steps(head) == 1
 
 
 @pytest.mark.parametrize(
@@ -631,12 +531,6 @@ async def test_claims_are_requested_at_intervals(alone, autojump_clock):
     assert alone.candidates() == ["x"], "a claim is valid until the peer answers"
     alone.forget()
     assert alone._peers_to_ask() == ["x", "y"]
-
-
-async def test_claims_are_bounded(alone):
-    for number in range(2 * MAX_PEERS):
-        alone.received(str(number), alone.claim())
-    assert len(alone._claims) == MAX_PEERS
 
 
 def test_an_edge_has_one_rank_at_both_ends():
@@ -687,7 +581,7 @@ async def test_greedy_peers_do_not_take_all_swaps(autojump_clock, monkeypatch):
     others, greedy, _ = await averaged(12, ["well"], intervals=6)
     assert others > 1.0
     assert greedy < 0.8 * others
-    monkeypatch.setattr(exchange, "PEER_GAPS", 0.0)
+    monkeypatch.setattr(swaps, "PEER_GAPS", 0.0)
     others, greedy, _ = await averaged(12, ["well"], intervals=2)
     assert greedy > 2 * others
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.generate import frames, listing_vectors
+from protocol.generate import frames, listing_vectors, neighbour_vectors
 from swarmnode.errors import BadMessage
 from swarmnode.wire import codec, limits
 from swarmnode.wire.listings import (
@@ -20,27 +20,20 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
-from swarmnode.wire.messages import Envelope, PeersRequest, PeersResponse
+from swarmnode.wire.messages import Envelope, NeighboursRequest, NeighboursResponse
 
 MUTATIONS = 120_000
 PACKED_GROUP = frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})
 PLAYED_GROUP = frames.changed(frames.GROUP, "completions.1", frames.EPISODE)
 PAYLOADS = [frames.pack(message) for message in (frames.GROUP, PACKED_GROUP, PLAYED_GROUP)]
-PEERS = {
-    "swarm": frames.SWARM,
-    "peers": [{"peer": frames.PEER, "addresses": ["/ip4/192.0.2.7/tcp/9512"]}],
-}
 MESSAGES = [
     (Envelope, frames.sealed(frames.GROUP)),
     (ListingRequest, frames.pack(listing_vectors.REQUEST)),
     (ListingResponse, frames.pack(listing_vectors.LISTING)),
     (GroupsRequest, frames.pack({"contents": [b"\x33" * 32]})),
     (GroupsResponse, frames.pack({"groups": [{"status": "ok", "body": b"body"}]})),
-    (
-        PeersRequest,
-        frames.pack({"swarm": frames.SWARM, "addresses": PEERS["peers"][0]["addresses"]}),
-    ),
-    (PeersResponse, frames.pack(PEERS)),
+    (NeighboursRequest, frames.pack(neighbour_vectors.REQUEST)),
+    (NeighboursResponse, frames.pack(neighbour_vectors.RESPONSE)),
 ]
 HEADERS = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0)])
 """First bytes of every kind of msgpack value, for effective mutations."""

@@ -24,9 +24,3 @@ def test_order_of_tasks_does_not_matter():
 )
 def test_any_difference_is_another_swarm(other):
     assert swarm_id("s", TASKS) != other
-
-
-@pytest.mark.parametrize(("name", "tasks"), [("", TASKS), ("s" * 257, TASKS), ("s", {})])
-def test_swarm_needs_a_name_and_a_task(name, tasks):
-    with pytest.raises(ValueError):
-        swarm_id(name, tasks)

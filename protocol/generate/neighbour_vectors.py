@@ -1,0 +1,191 @@
+"""Vectors of the neighbours protocol, with sessions and summaries, for `vectors.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.generate.frames import (
+    KEY,
+    OTHER_SWARM,
+    PEER,
+    SWARM,
+    Vector,
+    accepted,
+    changed,
+    pack,
+    rejected,
+)
+from swarmnode.wire import ids
+from swarmnode.wire.envelope import sign
+
+SUMMARY: dict[str, Any] = {
+    "name": "Küche",
+    "version": "0.1.0",
+    "created_at": 1_790_000_000_000,
+    "uptime": 3600,
+    "step": 120,
+    "policy_version": 118,
+    "reward": 0.5,
+    "reward_step": 80,
+    "published": 480,
+    "peers": 3,
+}
+
+
+def signed(
+    message: dict[str, Any] | bytes,
+    domain: bytes = ids.DOMAIN_SUMMARY,
+    swarm: bytes = SWARM,
+    codec: Any = "raw",
+) -> bytes:
+    by = sign(message if isinstance(message, bytes) else pack(message), KEY, domain, swarm, codec)
+    return pack(
+        {"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec}
+    )
+
+
+SESSION: dict[str, Any] = {
+    "id": b"\x55" * 16,
+    "started_at": 1_790_000_000_000,
+    "issued_at": 1_790_000_060_000,
+}
+REQUEST: dict[str, Any] = {
+    "swarm": SWARM,
+    "addresses": ["/ip4/192.0.2.7/tcp/9512", "/ip6/2001:db8::7/tcp/9512"],
+    "session": signed(SESSION, ids.DOMAIN_SESSION),
+    "summary": signed(SUMMARY),
+    "used": 12,
+}
+RESPONSE: dict[str, Any] = {
+    "swarm": SWARM,
+    "peers": [{"peer": PEER, "addresses": ["/ip4/198.51.100.7/tcp/9512"]}],
+    "sessions": [signed(SESSION, ids.DOMAIN_SESSION)],
+    "summaries": [signed(SUMMARY)],
+    "successor": b"\x66" * 32,
+}
+
+
+def summaries() -> Iterator[Vector]:
+    for name, message in (
+        ("a summary", SUMMARY),
+        (
+            "of a node without a name, a step or a reward",
+            {**SUMMARY, "name": "", "step": 0, "reward": -1.0, "reward_step": 0},
+        ),
+        ("64 bytes of name", {**SUMMARY, "name": "ü" * 32}),
+        (
+            "largest numbers",
+            {
+                **SUMMARY,
+                **dict.fromkeys(
+                    ("uptime", "step", "policy_version", "reward_step", "published", "peers"),
+                    2**63 - 1,
+                ),
+            },
+        ),
+        ("reward 0", {**SUMMARY, "reward": 0.0}),
+        ("reward 1", {**SUMMARY, "reward": 1.0}),
+    ):
+        yield accepted(name, "summary", signed(message), {"peer": PEER, "summary": message})
+    for name, path, value in (
+        ("65 bytes of name", "name", "a" * 65),
+        ("a name with an escape", "name", "a\x1b[2J"),
+        ("a name with a newline", "name", "a\nb"),
+        ("no version", "version", ""),
+        ("33 bytes of version", "version", "1" * 33),
+        ("a version with a space", "version", "1 2"),
+        ("reward above 1", "reward", 1.0625),
+        ("reward below 0", "reward", -0.5),
+        ("reward below -1", "reward", -2.0),
+    ):
+        yield rejected("bounds", name, signed(changed(SUMMARY, path, value)), "summary")
+    yield rejected("signature", "of another domain", signed(SUMMARY, ids.DOMAIN_SESSION), "summary")
+    yield rejected("signature", "of another swarm", signed(SUMMARY, swarm=OTHER_SWARM), "summary")
+    yield rejected("compression", "said to be compressed", signed(SUMMARY, codec="zstd"), "summary")
+    yield rejected("malformed", "truncated", signed(SUMMARY)[:-1], "summary")
+    yield rejected("oversize", "513 bytes", bytes(513), "summary")
+
+
+def sessions() -> Iterator[Vector]:
+    def refused(reason: str, name: str, frame: bytes) -> Vector:
+        return rejected(reason, name, frame, "session")
+
+    good = signed(SESSION, ids.DOMAIN_SESSION)
+    yield accepted("a session", "session", good, {"peer": PEER, "session": SESSION})
+    yield refused("signature", "of another domain", signed(SESSION, ids.DOMAIN_ROLLOUT))
+    yield refused(
+        "compression", "said to be compressed", signed(SESSION, ids.DOMAIN_SESSION, codec="zstd")
+    )
+    yield refused("malformed", "truncated", good[:-1])
+    yield refused("oversize", "513 bytes", bytes(513))
+
+
+def messages() -> Iterator[Vector]:
+    for name, message in (
+        ("a request", REQUEST),
+        (
+            "a request of a node that shares nothing",
+            {**REQUEST, "addresses": [], "session": b"", "summary": b"", "used": 0},
+        ),
+        (
+            "a request with the longest envelopes",
+            {**REQUEST, "session": bytes(512), "summary": bytes(512), "used": 2**63 - 1},
+        ),
+    ):
+        yield accepted(name, "neighbours_request", pack(message), message)
+    for name, path, value in (
+        ("9 addresses", "addresses", REQUEST["addresses"] * 5),
+        ("an address of 257 characters", "addresses.0", "/" * 257),
+        ("an address with a line break", "addresses.0", "/ip4/192.0.2.7/tcp/9512\n"),
+        ("a session of 513 bytes", "session", bytes(513)),
+        ("a summary of 513 bytes", "summary", bytes(513)),
+    ):
+        yield rejected("bounds", name, pack(changed(REQUEST, path, value)), "neighbours_request")
+    nested = pack(REQUEST)[:1] + pack("addresses") + b"\x91" * 4000
+    yield rejected("schema", "4000 nested arrays", nested, "neighbours_request")
+    yield rejected("oversize", "a request of 4097 bytes", bytes(4097), "neighbours_request")
+    for name, message in (
+        ("a response", RESPONSE),
+        (
+            "nothing",
+            {
+                **RESPONSE,
+                "peers": [],
+                "sessions": [],
+                "summaries": [],
+                "successor": b"",
+            },
+        ),
+        (
+            "32 peers, 4 sessions, 8 summaries",
+            {
+                **RESPONSE,
+                "peers": RESPONSE["peers"] * 32,
+                "sessions": [b"a"] * 4,
+                "summaries": [b"a"] * 8,
+            },
+        ),
+    ):
+        yield accepted(name, "neighbours_response", pack(message), message)
+    for name, path, value in (
+        ("33 peers", "peers", RESPONSE["peers"] * 33),
+        ("9 addresses of a peer", "peers.0.addresses", REQUEST["addresses"] * 5),
+        ("an empty peer id", "peers.0.peer", ""),
+        ("5 sessions", "sessions", [b"a"] * 5),
+        ("an empty session", "sessions", [b""]),
+        ("a session of 513 bytes in a response", "sessions", [bytes(513)]),
+        ("9 summaries", "summaries", [b"a"] * 9),
+        ("an empty summary", "summaries", [b""]),
+        ("a summary of 513 bytes in a response", "summaries", [bytes(513)]),
+        ("a successor of 31 bytes", "successor", bytes(31)),
+        ("a successor of 33 bytes", "successor", bytes(33)),
+    ):
+        yield rejected("bounds", name, pack(changed(RESPONSE, path, value)), "neighbours_response")
+    yield rejected(
+        "schema",
+        "a peer with a name",
+        pack(changed(RESPONSE, "peers.0.name", "me")),
+        "neighbours_response",
+    )
+    yield rejected("oversize", "73,729 bytes", bytes(73_729), "neighbours_response")

@@ -1,0 +1,1 @@
+"""Exchange of rollouts in the network process."""

@@ -1,0 +1,1 @@
+"""Judgement of rollouts in the trainer process."""

@@ -1,0 +1,203 @@
+"""Bound on how often peers' answers may teach a token, relative to own rewarded answers.
+
+A verifier rewards a correct answer and ignores an irrelevant token in it (a "mark"). On-policy
+training is neutral to such a token, but peers that write it in all of their answers would teach it.
+So own rewarded answers set the scale. For a task in which this node earns rewards itself, the share
+of trained peer answers that contain a token is at most about the share of own rewarded answers that
+contain it. An answer above this bound is not trained on. A token that rewards require appears in
+own rewarded answers.
+
+Tokens of the question and of its right answer are not counted. All answers of a group have them,
+and another question has others, so that an honest peer's groups would exceed the bound. A mark that
+consists of such tokens is therefore not bounded.
+
+    own     ─▶ counts, per task, how many own rewarded answers contain each token
+    takes   ─▶ decides whether a peer's rewarded answer may be trained on
+    drift   ─▶ finds the token with the largest excess in peers' answers
+
+An answer is accepted or refused as a whole. If its part before the token were trained on, a second
+mark in that part would not be counted. Each token counts once per answer, so that a name from the
+question counts once. The first token of an answer and the token before its end are also counted by
+place: a zero at the start of a number can be a mark, but a zero inside it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.latest import Latest
+
+FIRST, LAST = 2**40, 2**41
+"""Added to a token's id to count it by place: at the beginning, or before the end."""
+UNSEEN = 0.5
+"""Answers added to the own count of every token, since a token may be right even if this node has
+not written it yet."""
+CHANCE = 1.0
+"""Maximum probability of refusing an honest answer by chance, as an exponent: about e^-CHANCE for
+an answer of any length. The bound is Bernstein's inequality for a Poisson count, at probability
+e^-CHANCE ÷ (number of the answer's tokens) per token."""
+ENOUGH_ANSWERS = 8
+"""Number of own rewarded answers of a task below which there is no bound. Where rewards are rare,
+peers' answers are most valuable, and few own answers are weak evidence. With 32 a real model wrote
+a mark in its own answers before the bound began."""
+ENOUGH_FOR_DRIFT = 32
+"""Number of own and of peers' rewarded answers of a task below which no drift is reported."""
+MEMORY_ANSWERS = 256
+"""Number of remembered answers: at twice as many, all counts are halved."""
+MOST_COMPARED = 512
+"""Number of tokens per task that are checked for drift: the most frequent in peers' answers."""
+MOST_TASKS = 256
+MOST_TOKENS = 8192
+"""Number of distinct tokens counted per task: at twice as many, the rarest are dropped."""
+
+
+@dataclass
+class TokenCounts:
+    """Number of rewarded answers of one task, and of those that contain each token."""
+
+    answers: float = 0.0
+    tokens: Counter[int] = field(default_factory=Counter)
+
+    def add(self, tokens: set[int]) -> None:
+        """Count one answer that contains these tokens."""
+        self.answers += 1
+        self.tokens.update(tokens)
+        if self.answers > 2 * MEMORY_ANSWERS:
+            self.answers /= 2
+            for token in self.tokens:
+                self.tokens[token] /= 2  # type: ignore[assignment]  # weights, not counts
+        if len(self.tokens) > 2 * MOST_TOKENS:
+            self.tokens = Counter(dict(self.tokens.most_common(MOST_TOKENS)))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A token that is more frequent in peers' rewarded answers than in own ones."""
+
+    task: str
+    token: int
+    own: float
+    """Share of own rewarded answers that contain it."""
+    theirs: float
+    """Share of peers' rewarded answers that contain it."""
+
+    @property
+    def excess(self) -> float:
+        """Share in peers' answers minus share in own answers, −1 to 1."""
+        return self.theirs - self.own
+
+    def words(self, name_of: Callable[[int], str]) -> str:
+        """Return a description for the operator; `name_of` converts a token id to text."""
+        token = name_of(self.token % FIRST)
+        places = {0: "", FIRST: " first", LAST: " last"}
+        place = places[self.token - self.token % FIRST]
+        theirs, own = 100 * self.theirs, 100 * self.own
+        return (
+            f"peers write {token!r}{place} in {theirs:.0f} % of their rewarded answers to"
+            f" {self.task}, this node in {own:.0f} %"
+        )
+
+
+@dataclass
+class _Task:
+    own: TokenCounts = field(default_factory=TokenCounts)
+    theirs: TokenCounts = field(default_factory=TokenCounts)
+    learnt: TokenCounts = field(default_factory=TokenCounts)
+    """Counts of the peers' answers that were accepted."""
+
+
+class TokenQuota:
+    """Token counts by task. They are not saved; own answers rebuild them after a restart."""
+
+    def __init__(self) -> None:
+        self._tasks = Latest[str, _Task](MOST_TASKS)
+        self.refused: Drift | None = None
+        """The token for which `takes` last refused an answer: the one that is furthest beyond its
+        bound."""
+
+    def own(self, task: str, ids: Sequence[int]) -> None:
+        """Record an own answer that earned more than the mean of its group."""
+        self._of(task).own.add(counted(ids))
+
+    def takes(
+        self,
+        task: str,
+        ids: Sequence[int],
+        count: int | None = None,
+        asked: Collection[int] = (),
+    ) -> bool:
+        """Record a peer's rewarded answer, and return True if it may be trained on.
+
+        Args:
+            count: Number of leading tokens that would be trained on; None for all.
+            asked: Tokens of the question and of its right answer.
+        """
+        known = self._of(task)
+        free = {place + token for token in asked for place in (0, FIRST, LAST)}
+        known.theirs.add(counted(ids) - free)
+        different = counted(ids, count) - free
+        over = {
+            known.learnt.tokens[token] + 1 - self._most(known, token, len(different)): token
+            for token in different
+        }
+        taken = known.own.answers < ENOUGH_ANSWERS or max(over, default=0.0) <= 0
+        if taken:
+            known.learnt.add(different)
+        else:
+            self.refused = self._drift(task, known, over[max(over)])
+        return taken
+
+    @property
+    def excess(self) -> float | None:
+        """Largest excess of a token in peers' answers, at least 0; None without evidence."""
+        known = [min(each.own.answers, each.theirs.answers) for each in self._tasks.values()]
+        if max(known, default=0) < ENOUGH_FOR_DRIFT:
+            return None
+        drift = self.drift()
+        return max(0.0, drift.excess) if drift is not None else 0.0
+
+    def drift(self) -> Drift | None:
+        """Return the token with the largest excess in peers' answers; None without evidence, or if
+        they consist of words of the questions and of right answers."""
+        found = [
+            self._drift(task, known, token)
+            for task, known in self._tasks.items()
+            if min(known.own.answers, known.theirs.answers) >= ENOUGH_FOR_DRIFT
+            for token, _ in known.theirs.tokens.most_common(MOST_COMPARED)
+        ]
+        return max(found, key=lambda each: each.excess, default=None)
+
+    def _drift(self, task: str, known: _Task, token: int) -> Drift:
+        share = lambda counts: counts.tokens[token] / counts.answers
+        return Drift(task, token, share(known.own), share(known.theirs))
+
+    def _most(self, known: _Task, token: int, different: int) -> float:
+        """Return the maximum number of peers' answers with a token that may be trained on.
+
+        It is the number expected from own answers, plus a margin for chance.
+
+        Args:
+            different: Number of distinct tokens that are tested in the same answer.
+        """
+        rate = (known.own.tokens[token] + UNSEEN) / (known.own.answers + UNSEEN)
+        expected = rate * (known.learnt.answers + 1)
+        surprise = CHANCE + math.log(different)
+        return expected + surprise + math.sqrt(2 * surprise * expected)
+
+    def _of(self, task: str) -> _Task:
+        known = self._tasks[task] = self._tasks.get(task) or _Task()
+        return known
+
+
+def counted(ids: Sequence[int], count: int | None = None) -> set[int]:
+    """Return the tokens that are counted for an answer.
+
+    They are the first `count` tokens (None: all), the first token by place, and for a whole answer
+    the token before its end by place.
+    """
+    some = ids[:count]
+    found = {*some, *(FIRST + token for token in some[:1])}
+    return found | {LAST + token for token in ids[-2:-1]} if len(some) == len(ids) else found

@@ -1,0 +1,1 @@
+"""Conversations with a policy: `swarmnode chat` and `swarmnode serve`."""

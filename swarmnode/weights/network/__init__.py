@@ -1,0 +1,1 @@
+"""Swaps of weights in the network process."""

@@ -1,0 +1,184 @@
+"""Averaging in the network process: creates its parts and connects them with the trainer.
+
+Discovery      peers that average the same policy
+SwapService    swaps: requests them and answers requests
+PayloadStore   files of weights, this node's and peers'
+StateSeeker    fetches a neighbour's state for a new node
+StateServer    serves this node's state to new neighbours
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmnode.config import WeightsConfig
+from swarmnode.p2p.api import Network
+from swarmnode.swarm.known import KnownPeers
+from swarmnode.weights import local
+from swarmnode.weights.local import LocalReplica, SendToTrainer
+from swarmnode.weights.network.discovery import Discovery
+from swarmnode.weights.network.newcomer import CatchUpStatistics, StateSeeker, StateServer
+from swarmnode.weights.network.payload_store import PayloadStore
+from swarmnode.weights.network.swaps import SwapService
+from swarmnode.wire.envelope import Credentials
+
+
+class WeightsStatistics(msgspec.Struct, frozen=True):
+    """Counts and state of averaging, for the status page and metrics."""
+
+    enabled: bool = False
+    phase: str = ""
+    """Phase of the earliest swap under way: idle, proposing, copying, waiting, fetching or
+    judging."""
+    partner: str = ""
+    outcomes: dict[str, int] = {}
+    """Outer steps, proposals and swaps by `swaps.OUTCOMES`."""
+    failures: dict[str, int] = {}
+    """Failed swaps by `swaps.FAILURES`."""
+    judged: dict[str, int] = {}
+    """Partners' weights by `local.OUTCOMES`."""
+    candidates: int = 0
+    """Number of peers that are candidates for a swap."""
+    exchange_seconds: float = 0.0
+    """Duration of the applied swaps, summed."""
+    received_bytes: int = 0
+    """Length of the payloads that they fetched, summed."""
+    catch_up: CatchUpStatistics = CatchUpStatistics()
+    pairs: dict[str, int] = {}
+    """Number of applied swaps by peer. Shown to the operator, never a metric label."""
+
+
+class WeightService:
+    """Averages this node's policy with those of peers.
+
+    Start it with `await nursery.start(service.run)`. The process link calls `set_policy`,
+    `trainer_left` and `receive`.
+
+    Args:
+        known: Peers whose state a new node takes.
+        budget: `Meter.allows`. No swap is proposed while it refuses "fetch".
+        may_average: Returns False while no swap may begin.
+        unix_time: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        credentials: Credentials,
+        cfg: WeightsConfig,
+        known: KnownPeers,
+        data_dir: Path,
+        send_to_trainer: SendToTrainer,
+        *,
+        budget: Callable[[str], bool] = lambda choice: True,
+        may_average: Callable[[], bool] = lambda: True,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._enabled = cfg.rule != "off"
+        self._swarm = credentials.swarm
+        self._replica = LocalReplica()
+        self._store = PayloadStore(network.bulk, data_dir / local.DIRECTORY)
+        self._state_server = StateServer(
+            network, credentials, self._replica, self._store, send_to_trainer
+        )
+        self._has_trainer = False
+        may_accept = lambda: (
+            self._has_trainer and may_average() and not self._state_server.is_writing
+        )
+        self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time)
+        self._swaps = SwapService(
+            network,
+            self._replica,
+            self._discovery,
+            self._store,
+            send_to_trainer,
+            cfg.sync_every,
+            may_accept=may_accept,
+            may_propose=lambda: budget("fetch") and may_accept(),
+        )
+        self._seeker = StateSeeker(
+            network,
+            credentials.swarm,
+            self._replica,
+            self._discovery,
+            self._store,
+            send_to_trainer,
+            known,
+        )
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Average until cancelled. Only wait if averaging is off."""
+        if not self._enabled:
+            task_status.started()
+            await trio.sleep_forever()
+        await trio.to_thread.run_sync(self._store.clean)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._swaps.run)
+            self._state_server.start()
+            nursery.start_soon(self._store.run)
+            nursery.start_soon(self._discovery.run)
+            nursery.start_soon(self._seeker.run)
+            task_status.started()
+
+    def statistics(self) -> WeightsStatistics:
+        counts, (phase, partner) = self._swaps.statistics, self._swaps.phase
+        return WeightsStatistics(
+            enabled=self._enabled,
+            phase=phase,
+            partner=partner,
+            outcomes=dict(counts.outcomes),
+            failures=dict(counts.failures),
+            judged=dict(counts.judged),
+            candidates=len(self._discovery.candidates()),
+            exchange_seconds=counts.seconds,
+            received_bytes=counts.received_bytes,
+            catch_up=self._seeker.statistics(self._state_server.served),
+            pairs=self._swaps.pairs(),
+        )
+
+    # ---- for the trainer -------------------------------------------------------------------------
+
+    def set_policy(self, facts: local.ReplicaFacts | None, base: bytes, tokenizer: bytes) -> None:
+        """Take the replica of a trainer that has (re)started, from its Hello. Ends all swaps of the
+        trainer before it."""
+        self._has_trainer = True
+        if facts is None or not self._enabled:
+            self._replica.stop()
+            return
+        self._replica.start(facts, self._swarm, base, tokenizer)
+        self._swaps.trainer_left()
+        self._discovery.forget()
+        self._state_server.trainer_started()
+        self._seeker.trainer_started()
+
+    def trainer_left(self) -> None:
+        """End all swaps: the trainer has disconnected. No swap begins until the next one is ready,
+        which may load for minutes."""
+        self._has_trainer = False
+        self._swaps.trainer_left()
+
+    def receive(self, message: local.FromTrainer) -> None:
+        """Handle a message of the trainer."""
+        if self._replica.facts is None:
+            return
+        match message:
+            case local.OuterStepDue():
+                self._replica.outer_steps[message.fragment] = message.outer_step
+                self._swaps.outer_step_due(message)
+            case local.SnapshotWritten():
+                self._swaps.snapshot_written(message)
+            case local.SwapEnded():
+                self._replica.outer_steps[message.fragment] = message.outer_step
+                self._swaps.swap_ended(message)
+            case local.SwapReverted(peer):
+                self._swaps.reverted(peer)
+            case local.StateWritten():
+                self._swaps.start(self._state_server.written, message)
+            case local.StateAdopted():
+                self._replica.outer_steps = list(message.outer_steps)
+                self._seeker.adopted(message)

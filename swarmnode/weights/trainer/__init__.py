@@ -1,0 +1,1 @@
+"""Averaging of weights in the trainer process."""

@@ -1,0 +1,291 @@
+"""The outer rules against the paper's algebra, and the bound of stability against simulated
+replicas."""
+
+import math
+
+import pytest
+import torch
+
+from swarmnode.errors import StateError
+from swarmnode.weights.rule import (
+    MAX_LAG,
+    Rule,
+    counter_excess,
+    mixing_weight,
+    next_outer_step,
+    too_far_behind,
+)
+from swarmnode.weights.trainer.outer import OuterState, SlowWeights, host_copy, prepare
+from tests.support.outer_rules import (
+    average,
+    blend,
+    contraction,
+    outer_step,
+    outer_step_of_two_tensors,
+)
+
+
+def replica(seed, size=50):
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn(size, generator=rng),
+        "b.weight": torch.randn(3, 4, generator=rng),
+    }
+
+
+def inner_steps(parameters, rng):
+    for p in parameters.values():
+        p.add_(0.1 * torch.randn(p.shape, generator=rng))
+
+
+def pairs(count, rng):
+    order = torch.randperm(count, generator=rng).tolist()
+    return list(zip(order[::2], order[1::2], strict=True))
+
+
+def spread_of(replicas):
+    return sum(
+        float(torch.stack([r[n] for r in replicas]).double().var(0).sum()) for n in replicas[0]
+    )
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.3, 0.5), (0.0, 1.0)])
+def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
+    one, two = [replica(i) for i in range(4)], [replica(i) for i in range(4)]
+    states_one = [OuterState(r, Rule(alpha, beta)) for r in one]
+    states_two = [OuterState(r, Rule(alpha, beta)) for r in two]
+    rng_one, rng_two = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    for round_ in range(10):
+        for a, b in zip(one, two, strict=True):
+            inner_steps(a, rng_one)
+            inner_steps(b, rng_two)
+        for i, j in pairs(4, torch.Generator().manual_seed(round_)):
+            thetas, phis = (
+                [host_copy(two[k]) for k in (i, j)],
+                [dict(states_two[k].phi) for k in (i, j)],
+            )
+            ours = [host_copy(one[k]) for k in (i, j)]
+            for k in (i, j):
+                outer_step(states_one[k], average(ours))
+                states_one[k].merge_parameters(one[k], host_copy(one[k]))
+                outer_step_of_two_tensors(states_two[k], average(thetas), average(phis))
+                states_two[k].merge_parameters(two[k], host_copy(two[k]))
+    for a, b in zip(one, two, strict=True):
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
+
+
+def test_symmetric_exchange_keeps_the_mean():
+    replicas = [replica(1), replica(2)]
+    states = [OuterState(r) for r in replicas]
+    slow = average([s.phi for s in states])
+    rng = torch.Generator().manual_seed(0)
+    for r in replicas:
+        inner_steps(r, rng)
+    fast = average(replicas)
+    mine = [host_copy(r) for r in replicas]
+    for k in (0, 1):
+        outer_step(states[k], blend(mine[k], mine[1 - k]))
+    after = average([s.phi for s in states])
+    for n in after:
+        torch.testing.assert_close(
+            after[n], slow[n] + states[0].rule.beta * (fast[n] - slow[n]), rtol=0, atol=1e-6
+        )
+
+
+def disagreement(rule, rounds, count=64, size=1500):
+    """Squared disagreement of `count` replicas that only average, after every round."""
+    replicas = [replica(i, size) for i in range(count)]
+    states = [OuterState(r, rule) for r in replicas]
+    rng = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(rounds):
+        thetas = [dict(s.phi) for s in states]
+        for i, j in pairs(count, rng):
+            mean = blend(thetas[i], thetas[j])
+            outer_step(states[i], mean)
+            outer_step(states[j], mean)
+        seen.append(spread_of([s.phi for s in states]))
+    return seen
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.0, 1.0), (0.5, 0.3)])
+def test_disagreement_contracts_at_the_derived_rate(alpha, beta):
+    seen = disagreement(Rule(alpha, beta), 26)
+    measured = (seen[25] / seen[5]) ** (1 / 20)
+    assert measured == pytest.approx(contraction(alpha, beta, share=64 / (2 * 63)), rel=0.03)
+
+
+def test_unshared_tensor_keeps_its_momentum():
+    mine = replica(1)
+    state = OuterState(mine)
+    outer_step(state, blend(host_copy(mine), replica(2)))
+    state.merge_parameters(mine, host_copy(mine))
+    momentum, phi = state.delta["b.weight"], dict(state.phi)
+    assert bool(momentum.any())
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    theta = host_copy(mine)
+    mean = {"a.weight": blend(theta, replica(3))["a.weight"]}
+    assert state.take(prepare(state.rule, state.slow(list(mine)), mean, theta))
+    assert torch.equal(state.phi["b.weight"], theta["b.weight"])
+    assert state.delta["b.weight"] is momentum
+    expected = 0.7 * (mean["a.weight"] - phi["a.weight"]) + 0.5 * (
+        phi["a.weight"] - replica(1)["a.weight"]
+    )
+    torch.testing.assert_close(state.delta["a.weight"], expected, rtol=0, atol=1e-5)
+    state.merge_parameters(mine, theta)
+    assert torch.equal(mine["b.weight"], theta["b.weight"])
+    assert torch.equal(mine["a.weight"], state.phi["a.weight"])
+
+
+def test_steps_taken_while_the_bytes_travelled_are_kept():
+    mine = replica(1)
+    state = OuterState(mine)
+    snapshot = host_copy(mine)
+    moved = {"a.weight": torch.zeros(50), "b.weight": torch.zeros(3, 4)}
+    moved["a.weight"][:10] = 0.25
+    for n, p in mine.items():
+        p.add_(moved[n])
+    outer_step(state, blend(snapshot, replica(2)))
+    state.merge_parameters(mine, snapshot)
+    torch.testing.assert_close(mine["a.weight"][:10], state.phi["a.weight"][:10] + 0.25)
+    # bit by bit where nothing moved
+    assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])
+    assert torch.equal(mine["b.weight"], state.phi["b.weight"])
+
+
+def test_unmoved_weights_become_phi():
+    mine = {"a": 1e-3 * torch.randn(50)}
+    state = OuterState(mine)
+    mine["a"].add_(1000.0 * torch.randn(50))
+    snapshot = host_copy(mine)
+    outer_step(state, {"a": 1e-3 * torch.randn(50)})
+    phi = state.phi["a"]
+    assert not torch.equal(snapshot["a"] + (phi - snapshot["a"]), phi)  # which is why
+    state.merge_parameters(mine, snapshot)
+    assert torch.equal(mine["a"], phi)
+
+
+def test_outer_step_repairs_a_nan():
+    mine = replica(1)
+    state = OuterState(mine)
+    snapshot = host_copy(mine)
+    mine["a.weight"][3] = math.nan
+    mine["b.weight"][0, 0] = math.inf
+    outer_step(state, snapshot)
+    state.merge_parameters(mine, snapshot)
+    assert all(bool(torch.isfinite(p).all()) for p in mine.values())
+    assert mine["a.weight"][3] == state.phi["a.weight"][3]
+
+
+def test_a_step_that_would_not_be_finite_changes_nothing():
+    mine = replica(1)
+    state = OuterState(mine)
+    before = {n: t.clone() for n, t in state.tensors().items()}
+    bad = host_copy(mine)
+    # the second tensor: the first must not have been stepped either
+    bad["b.weight"][0, 0] = math.inf
+    with pytest.raises(ValueError, match="finite"):
+        outer_step(state, bad)
+    with pytest.raises(ValueError, match="no tensor"):
+        outer_step(state, {"a.weight": torch.zeros(7)})
+    assert all(torch.equal(t, before[n]) for n, t in state.tensors().items())
+    assert state.statistics().steps == 0
+
+
+def test_prepared_step_changes_nothing_until_commit():
+    one, other = replica(1), replica(1)
+    ahead, at_once = OuterState(one), OuterState(other)
+    mean = blend(host_copy(one), replica(2))
+    before = dict(ahead.tensors())
+    prepared = prepare(ahead.rule, ahead.slow(list(one)), mean)
+    assert all(t is before[n] for n, t in ahead.tensors().items())
+    assert ahead.take(prepared)
+    outer_step(at_once, mean)
+    assert all(torch.equal(t, ahead.tensors()[n]) for n, t in at_once.tensors().items())
+    assert not ahead.take(prepared)  # φ has moved since
+    assert ahead.statistics().steps == 1
+
+
+def test_a_revert_brings_everything_back_once():
+    mine = replica(1)
+    state = OuterState(mine)
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    weights, outer = host_copy(mine), {n: t.clone() for n, t in state.tensors().items()}
+    outer_step(state, blend(weights, replica(2)))
+    state.merge_parameters(mine, weights)
+    assert state.revert(mine)
+    assert all(torch.equal(mine[n], weights[n]) for n in mine)
+    assert all(torch.equal(t, outer[n]) for n, t in state.tensors().items())
+    assert not state.revert(mine)
+    assert state.statistics().reverts == 1
+
+
+def test_bfloat16_weights_have_float32_slow_weights():
+    mine = {"a": torch.randn(20, dtype=torch.bfloat16)}
+    state = OuterState(mine)
+    assert state.phi["a"].dtype == torch.float32
+    start = host_copy(mine)
+    for _ in range(40):  # each step is far below what bfloat16 can show; their sum is not
+        outer_step(state, {"a": state.phi["a"] + 1e-4 * start["a"].sign()})
+        state.merge_parameters(mine, host_copy(mine))
+    assert mine["a"].dtype == torch.bfloat16
+    assert bool(((state.phi["a"] - start["a"]).abs() > 2e-3).all())
+
+
+def test_a_restart_goes_on_with_the_same_momentum():
+    mine = replica(1)
+    state = OuterState(mine)
+    outer_step(state, blend(host_copy(mine), replica(2)))
+    saved = {n: t.clone() for n, t in state.tensors().items()}
+    other = OuterState(replica(1))
+    other.load(saved)
+    assert all(torch.equal(t, saved[n]) for n, t in other.tensors().items())
+    with pytest.raises(StateError, match="another policy"):
+        other.load({**saved, "phi.a.weight": torch.zeros(3)})
+
+
+def test_adopt_takes_all_or_nothing():
+    neighbour, newcomer = replica(1), replica(2)
+    theirs, mine = OuterState(neighbour), OuterState(newcomer)
+    outer_step(theirs, blend(host_copy(neighbour), replica(3)))
+    bad = {n: t.clone() for n, t in theirs.phi.items()}
+    bad["a.weight"][0] = math.nan
+    before = host_copy(newcomer)
+    with pytest.raises(StateError, match="finite"):
+        mine.adopt(newcomer, SlowWeights(bad, theirs.delta))
+    assert all(torch.equal(newcomer[n], before[n]) for n in before)
+    mine.adopt(newcomer, SlowWeights(theirs.phi, theirs.delta))
+    assert all(
+        torch.equal(newcomer[n], theirs.phi[n]) and torch.equal(mine.delta[n], theirs.delta[n])
+        for n in before
+    )
+
+
+def test_lagging_partner_weighs_less_and_leading_no_more():
+    assert [mixing_weight(lag) for lag in (-3.0, 0.0, 1.0, 3.0)] == [0.5, 0.5, 0.25, 0.125]
+    assert not too_far_behind(MAX_LAG)
+    assert too_far_behind(MAX_LAG + 0.5)
+
+
+def test_counters_meet_and_a_liar_moves_one_by_one():
+    assert (
+        next_outer_step(5, None),
+        next_outer_step(5, 5),
+        next_outer_step(5, 2),
+        next_outer_step(5, 2**60),
+    ) == (6, 6, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("lags", "wrong"),
+    [
+        ([500, 500], 0),  # two are not enough
+        ([490, 500, 510], 500),
+        ([500, 500, 500, 4, 0, -1], 0),  # not most of them
+        ([500, 500, 500, 4, 0], 500),
+        ([10**8, 10**8, 10**8, 30, 30, 30, 30], 30),  # as far as the one in the middle says
+    ],
+)
+def test_counter_is_corrected_if_most_partners_lag(lags, wrong):
+    assert counter_excess(lags) == wrong
