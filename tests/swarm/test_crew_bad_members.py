@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from swarmnode.files import write_atomically
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.chaos.crews import log_since, peer_of
 from tests.support.chaos.nodes import INSIDE, changed_environment
@@ -39,8 +40,8 @@ class BadNode(ForkedNode):
         """Let the trainer misbehave, and wait until it does."""
         active = self.directory / "bad.active"
         active.unlink(missing_ok=True)
-        self.bad_file.write_text(what)
-        until(active.exists, lambda: what, 30.0)
+        write_atomically(self.bad_file, what.encode())
+        until(active.exists, lambda: what, BOUND_SECONDS)
 
     def launch(self, *arguments):
         with changed_environment(PYTHONPATH=f"{INSIDE}:{os.getcwd()}", BAD_FILE=str(self.bad_file)):
@@ -110,6 +111,8 @@ def test_crew_continues_without_a_misbehaving_member(crew, what, stage, reason):
 def test_slow_member_does_not_end_the_crew(crew):
     seen = running_with_a_spare(crew)
     node, former, step = seen[1][0], seen[0][1]["id"], seen[0][1]["step"]
+    sizes = {one.name: one.log_file.stat().st_size for one in crew.nodes}
     node.misbehave("is_slow")
     after = until(lambda: crew.at(step + 3), crew.story, BOUND_SECONDS)
-    assert after[0][1]["id"] == former
+    lines = [line for one in crew.nodes for line in log_since(one, sizes[one.name])]
+    assert after[0][1]["id"] == former, lines
