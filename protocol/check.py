@@ -1,10 +1,11 @@
 """Judge every vector with a second decoder, written from the documents in this folder: `python
 protocol/check.py`.
 
-It shares no code with swarmnode and needs only msgpack, cryptography and, for compressed vectors,
-zstandard. The exit code is 0 if every vector is judged as recorded, else 1. Each document has its
-own file (`check_frames.py` is 00-conventions), which runs the document's Python and checks what the
-document states in words. If the two disagree, the document is normative.
+It shares no code with swarmnode: it reads fields and types from schema/ and limits from
+registry.toml. It needs only msgpack, cryptography and, for compressed vectors, zstandard. The exit
+code is 0 if every vector is judged as recorded, else 1. Each document has its own file
+(`check_frames.py` is 00-conventions), which runs the document's Python and checks what the document
+states in words. If the two disagree, the document is normative.
 """
 
 import json

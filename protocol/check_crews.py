@@ -9,51 +9,18 @@ from check_frames import (
     COUNTS,
     FLOATS,
     REGISTRY,
-    Row,
     counter,
     decode,
     digest,
     name,
     require,
+    shape,
+    shapes,
 )
 
-RECORD = {
-    "lineage": bytes,
-    "model": bytes,
-    "step": int,
-    "members": [Row(peer=str, layers=int)],
-    "nonce": bytes,
-}
-BLOCK = Row(
-    lineage=bytes,
-    layers=[int],
-    stage=int,
-    step=int,
-    where=("memory", "disk", "neighbour"),
-)
-STATUS = Row(phase=("loading", "active", "failed"), step=int, progress=int, load=int)
-STREAM_OPEN = {"crew": bytes, "from_stage": int, "to_stage": int, "kind": ("frames", "state")}
-STREAM_READY = {"crew": bytes}
-OFFER = {
-    "type": ("offer",),
-    "model": bytes,
-    "memory": float,
-    "speed": float,
-    "held_blocks": [BLOCK],
-}
-PROPOSE = {"type": ("propose",), "record": RECORD}
-HEARTBEAT = {"type": ("heartbeat",), "crew": bytes, "status": STATUS}
-LEAVE = {"type": ("leave",), "crew": bytes, "reason": str}
-ACCEPT = {"type": ("accept",), "crew": bytes}
-REFUSE = {
-    "type": ("refuse",),
-    "reason": ("busy", "crew", "model", "room", "newer", "trust", "struck", "record"),
-    "crew": bytes,
-}
-ALIVE = {**HEARTBEAT, "type": ("alive",)}
-NOTED = {"type": ("noted",)}
-REQUESTS = (OFFER, PROPOSE, HEARTBEAT, LEAVE)
-ANSWERS = (ACCEPT, REFUSE, ALIVE, NOTED)
+REQUESTS = shapes("crews", "offer", "propose", "heartbeat", "leave")
+ANSWERS = shapes("crews", "accept", "refuse", "alive", "noted")
+STREAM_OPEN = shape("stage_stream_open")
 
 
 def read_message(frame, shapes):

@@ -1,12 +1,14 @@
 """00-conventions: decoding of messages of a known shape, signatures, and limits used by every
-document. `code` runs the Python of a document.
+document. `code` runs the Python of a document, `shape` reads a schema.
 
-A message is a dict of field → type in wire order. A type is str, bytes, int, float, a tuple of
-allowed strings, [element], a message, a `Maybe` or a `Row`.
+A shape is str, bytes, int, float, a tuple of allowed strings, [element], a dict of field → shape in
+wire order, a `Maybe` or a `Row`.
 """
 
 import hashlib
+import functools
 import itertools
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -21,8 +23,6 @@ HERE = Path(__file__).parent
 REGISTRY = tomllib.loads((HERE / "registry.toml").read_text())
 BYTES, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["counts"], REGISTRY["floats"]
 
-ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
-
 
 class Maybe:
     """The type `wanted`, or nil."""
@@ -34,7 +34,7 @@ class Maybe:
 class Row:
     """A message encoded as an array: its fields in order, without names."""
 
-    def __init__(self, **fields):
+    def __init__(self, fields):
         self.fields = fields
 
 
@@ -48,6 +48,42 @@ def code(document):
     for block in re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL):
         exec(block, names)
     return SimpleNamespace(**names)
+
+
+@functools.cache
+def shape(name):
+    """Return the shape of a message from its schema."""
+    schema = json.loads((HERE / "schema" / f"{name}.json").read_text())
+    return shape_of(schema, schema["$defs"])
+
+
+def shapes(prefix, *tags):
+    return [shape(f"{prefix}_{tag}") for tag in tags]
+
+
+def shape_of(schema, definitions):
+    if "$ref" in schema:
+        return shape_of(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+    if "anyOf" in schema:
+        wanted, nil = schema["anyOf"]
+        assert nil == {"type": "null"}
+        return Maybe(shape_of(wanted, definitions))
+    if "enum" in schema:
+        return tuple(schema["enum"])
+    if "prefixItems" in schema:
+        return Row([shape_of(item, definitions) for item in schema["prefixItems"]])
+    if "contentEncoding" in schema:
+        return bytes
+    match schema["type"]:
+        case "object":
+            fields = schema["properties"]
+            return {field: shape_of(value, definitions) for field, value in fields.items()}
+        case "array":
+            return [shape_of(schema["items"], definitions)]
+    return {"string": str, "integer": int, "number": float}[schema["type"]]
+
+
+ENVELOPE = shape("envelope")
 
 
 def require(condition, reason="bounds"):
@@ -88,7 +124,7 @@ def read(stream, data, wanted):
         return read(stream, data, wanted.wanted)
     if isinstance(wanted, Row):
         require(found is list and stream.read_array_header() == len(wanted.fields), "schema")
-        return [read(stream, data, field) for field in wanted.fields.values()]
+        return [read(stream, data, field) for field in wanted.fields]
     if isinstance(wanted, dict):
         require(found is dict, "schema")
         return read_fields(stream, data, wanted, stream.read_map_header(), {})
@@ -147,6 +183,11 @@ def decode(data, limit, *shapes):
     return message
 
 
+def decode_as(data, name):
+    """Return the message `name`, with the shape of its schema and the limit of its name."""
+    return decode(data, BYTES[name], shape(name))
+
+
 def decompress(data, limit):
     try:
         declared = zstandard.frame_content_size(data)
@@ -165,6 +206,22 @@ def decompress(data, limit):
         raise Refused("compression") from None
     require(frame.eof and not frame.unused_data, "compression")
     return content
+
+
+def open_envelope(frame, limit, domain, swarm, codecs=("raw",)):
+    """Return the envelope in `frame`, after a check of its signature."""
+    envelope = decode(frame, limit, ENVELOPE)
+    require(len(envelope["key"]) == BYTES["key"])
+    require(len(envelope["signature"]) == BYTES["signature"])
+    require(envelope["codec"] in codecs, "compression")
+    verify(envelope, domain, swarm)
+    return envelope
+
+
+def open_signed(frame, limit, domain, swarm, wanted):
+    """Return the key and the message of an envelope. domain: its name in the registry."""
+    envelope = open_envelope(frame, limit, REGISTRY["domains"][domain].encode(), swarm)
+    return envelope["key"], decode(envelope["payload"], limit, wanted)
 
 
 def verify(envelope, domain, swarm):

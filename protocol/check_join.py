@@ -7,74 +7,24 @@ from check_frames import (
     COUNTS,
     ENVELOPE,
     FLOATS,
-    REGISTRY,
     code,
     counter,
     decode,
+    decode_as,
     name,
+    open_signed,
     require,
     rising,
+    shape,
     text,
-    verify,
 )
 
 TEXT = code("01-identity-and-join.md")
 peer_id = TEXT.peer_id
-NEIGHBOURS_REQUEST = {
-    "swarm": bytes,
-    "addresses": [str],
-    "session": bytes,
-    "summary": bytes,
-    "used": int,
-}
-NEIGHBOURS_RESPONSE = {
-    "swarm": bytes,
-    "peers": [{"peer": str, "addresses": [str]}],
-    "sessions": [bytes],
-    "summaries": [bytes],
-    "successor": bytes,
-}
-RULES = {
-    "min_completions": int,
-    "max_completions": int,
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "groups_per_second": float,
-}
-MANIFEST = {
-    "name": str,
-    "founder": bytes,
-    "created_at": int,
-    "predecessor": bytes,
-    "minimum_version": str,
-    "protocols": [str],
-    "models": [{"name": str, "revision": str, "fingerprint": bytes, "tokenizer": bytes}],
-    "tasks": [{"id": str, "version": str, "settings": str}],
-    "rollouts": RULES,
-    "settings": [{"key": str, "value": str}],
-    "bootstrap": [str],
-    "access": {"members": [str], "secret": bytes},
-}
-MANIFEST_REQUEST = {"swarm": bytes}
-MANIFEST_RESPONSE = {"manifest": bytes, "successor": bytes}
-SESSION = {"id": bytes, "started_at": int, "issued_at": int}
-SUMMARY = {
-    "name": str,
-    "version": str,
-    "created_at": int,
-    "uptime": int,
-    "step": int,
-    "policy_version": int,
-    "reward": float,
-    "reward_step": int,
-    "published": int,
-    "peers": int,
-}
 
 
 def read_neighbours_request(frame):
-    request = decode(frame, BYTES["neighbours_request"], NEIGHBOURS_REQUEST)
+    request = decode_as(frame, "neighbours_request")
     require(len(request["swarm"]) == BYTES["swarm_id"])
     check_addresses(request["addresses"])
     require(len(request["session"]) <= BYTES["signed_session"])
@@ -84,7 +34,7 @@ def read_neighbours_request(frame):
 
 
 def read_neighbours_response(frame):
-    response = decode(frame, BYTES["neighbours_response"], NEIGHBOURS_RESPONSE)
+    response = decode_as(frame, "neighbours_response")
     require(len(response["swarm"]) == BYTES["swarm_id"])
     require(len(response["peers"]) <= COUNTS["peers"])
     for peer in response["peers"]:
@@ -105,16 +55,11 @@ def check_addresses(addresses):
 
 def read_manifest(frame):
     """Read a signed manifest (01, section 6)."""
-    envelope = decode(frame, BYTES["manifest"], ENVELOPE)
-    require(
-        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
-    )
-    require(envelope["codec"] == "raw", "compression")
-    swarm = TEXT.manifest_id(envelope["payload"])
-    verify(envelope, REGISTRY["domains"]["manifest"].encode(), swarm)
-    manifest = decode(envelope["payload"], BYTES["manifest"], MANIFEST)
+    limit = BYTES["manifest"]
+    swarm = TEXT.manifest_id(decode(frame, limit, ENVELOPE)["payload"])
+    key, manifest = open_signed(frame, limit, "manifest", swarm, shape("manifest"))
     check_manifest(manifest)
-    require(manifest["founder"] == envelope["key"], "signature")
+    require(manifest["founder"] == key, "signature")
     return {"swarm": swarm, "manifest": manifest}
 
 
@@ -166,46 +111,35 @@ def check_sampling(temperature, top_p, max_tokens):
 
 
 def read_manifest_request(frame):
-    request = decode(frame, BYTES["manifest_request"], MANIFEST_REQUEST)
+    request = decode_as(frame, "manifest_request")
     require(len(request["swarm"]) == BYTES["swarm_id"])
     return request
 
 
 def read_manifest_response(frame):
-    response = decode(frame, BYTES["manifest_response"], MANIFEST_RESPONSE)
+    response = decode_as(frame, "manifest_response")
     require(len(response["manifest"]) <= BYTES["manifest"])
     require(len(response["successor"]) <= (BYTES["manifest"] if response["manifest"] else 0))
     return response
 
 
 def read_session(frame, swarm):
-    envelope = decode(frame, BYTES["signed_session"], ENVELOPE)
-    require(
-        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
-    )
-    require(envelope["codec"] == "raw", "compression")
-    verify(envelope, REGISTRY["domains"]["session"].encode(), swarm)
-    session = decode(envelope["payload"], BYTES["signed_session"], SESSION)
+    limit = BYTES["signed_session"]
+    key, session = open_signed(frame, limit, "session", swarm, shape("session"))
     require(len(session["id"]) == BYTES["session"])
     counter(session["started_at"], session["issued_at"])
-    return {"peer": peer_id(envelope["key"]), "session": session}
+    return {"peer": peer_id(key), "session": session}
 
 
 def read_summary(frame, swarm):
     """Read a signed summary (01, section 10)."""
-    envelope = decode(frame, BYTES["summary"], ENVELOPE)
-    require(
-        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
-    )
-    require(envelope["codec"] == "raw", "compression")
-    verify(envelope, REGISTRY["domains"]["summary"].encode(), swarm)
-    summary = decode(envelope["payload"], BYTES["summary"], SUMMARY)
+    key, summary = open_signed(frame, BYTES["summary"], "summary", swarm, shape("summary"))
     text(summary["name"], 0, BYTES["summary_name"])
     name(summary["version"], BYTES["minimum_version"])
     counter(*[value for value in summary.values() if isinstance(value, int)])
     require(math.isfinite(summary["reward"]), "not_finite")
     require(summary["reward"] == -1 or 0 <= summary["reward"] <= 1)
-    return {"peer": peer_id(envelope["key"]), "summary": summary}
+    return {"peer": peer_id(key), "summary": summary}
 
 
 READERS = {

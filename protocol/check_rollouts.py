@@ -11,51 +11,20 @@ from check_frames import (
     FLOATS,
     REGISTRY,
     Refused,
-    Row,
     code,
     counter,
     decode,
+    decode_as,
     decompress,
     digest,
     name,
+    open_envelope,
     require,
-    verify,
+    shape,
 )
 from check_join import check_sampling, peer_id
 
 TEXT = code("02-rollouts.md")
-TASK = {"id": str, "version": str, "seed": int, "index": int, "difficulty": int}
-SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int}
-COMPLETION = {
-    "text": str,
-    "tokens": int,
-    "logprob": float,
-    "finish": ("eos", "length"),
-    "token_ids": bytes,
-    "logprobs": bytes,
-    "turns": [Row(text_bytes=int, tokens=int)],
-}
-GROUP = {
-    "type": ("rollout",),
-    "task": TASK,
-    "model": bytes,
-    "tokenizer": bytes,
-    "policy_version": int,
-    "created_at": int,
-    "sequence": int,
-    "sampling": SAMPLING,
-    "completions": [COMPLETION],
-}
-LISTING_REQUEST = {"swarm": bytes, "life": bytes, "position": int, "patience": int}
-LISTED = Row(content=bytes, author=bytes, task=str, created_at=int, size=int, spread=float)
-LISTING_RESPONSE = {
-    "status": ("ok", "unknown", "busy"),
-    "life": bytes,
-    "position": int,
-    "groups": [LISTED],
-}
-GROUPS_REQUEST = {"contents": [bytes]}
-GROUPS_RESPONSE = {"groups": [{"status": ("ok", "unknown", "busy"), "body": bytes}]}
 
 
 def check_group(group):
@@ -106,17 +75,13 @@ def check_turns(completion, most):
 
 
 def open_group(frame, domain, swarm):
-    envelope = decode(frame, BYTES["group"], ENVELOPE)
-    require(
-        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
-    )
-    verify(envelope, domain, swarm)
+    envelope = open_envelope(frame, BYTES["group"], domain, swarm, ("raw", "zstd"))
     payload = (
         envelope["payload"]
         if envelope["codec"] == "raw"
         else decompress(envelope["payload"], BYTES["group"])
     )
-    group = decode(payload, BYTES["group"], GROUP)
+    group = decode(payload, BYTES["group"], shape("rollout_group"))
     check_group(group)
     return {
         "peer": peer_id(envelope["key"]),
@@ -127,7 +92,7 @@ def open_group(frame, domain, swarm):
 
 
 def read_listing_request(frame):
-    request = decode(frame, BYTES["listing_request"], LISTING_REQUEST)
+    request = decode_as(frame, "listing_request")
     require(
         len(request["swarm"]) == BYTES["swarm_id"] and len(request["life"]) in (0, BYTES["life"])
     )
@@ -138,7 +103,7 @@ def read_listing_request(frame):
 
 
 def read_listing_response(frame):
-    response = decode(frame, BYTES["listing_response"], LISTING_RESPONSE)
+    response = decode_as(frame, "listing_response")
     groups = response["groups"]
     require(len(response["life"]) == BYTES["life"])
     counter(response["position"])
@@ -155,14 +120,14 @@ def read_listing_response(frame):
 
 
 def read_groups_request(frame):
-    contents = decode(frame, BYTES["groups_request"], GROUPS_REQUEST)["contents"]
+    contents = decode_as(frame, "groups_request")["contents"]
     require(1 <= len(contents) <= COUNTS["pulled"] and len(set(contents)) == len(contents))
     require(all(len(content) == BYTES["content_id"] for content in contents))
     return {"contents": contents}
 
 
 def read_groups_response(frame):
-    groups = decode(frame, BYTES["groups_response"], GROUPS_RESPONSE)["groups"]
+    groups = decode_as(frame, "groups_response")["groups"]
     require(1 <= len(groups) <= COUNTS["pulled"])
     require(all((group["status"] == "ok") == bool(group["body"]) for group in groups))
     require(sum(len(group["body"]) for group in groups) <= BYTES["group"])

@@ -5,68 +5,14 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, FLOATS, Maybe, Row, counter, decode, require
+from check_frames import BYTES, COUNTS, FLOATS, counter, decode, require, shapes
 
-CODEC = ("float32", "bfloat16", "int8")
-REASON = ("device", "not_finite")
-PLACE = Row(crew=bytes, stage=int, step=int)
-BODIES = {  # type → fields behind `place`
-    "forward": {
-        "micro_batch": int,
-        "purpose": ("learn", "score"),
-        "codec": CODEC,
-        "rows": int,
-        "about": int,
-    },
-    "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
-    "learnt": {
-        "micro_batch": int,
-        "loss": float,
-        "entropy": float,
-        "tokens": float,
-        "weights": float,
-        "squares": float,
-    },
-    "scores": {"micro_batch": int, "rows": int},
-    "prefill": {"wave": int, "codec": CODEC, "rows": int, "about": int},
-    "decode": {"wave": int, "codec": CODEC, "rows": int},
-    "tokens": {"wave": int, "rows": int},
-    "drop": {"wave": int},
-    "failed": {"number": int, "reason": REASON},
-    "embedding": {"attempt": int, "first": int, "rows": int},
-    "propose": {"attempt": int, "micro_batches": [int]},
-    "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
-    "commit": {"attempt": int, "clip": float, "learning_rate": float},
-    "abort": {"attempt": int},
-    "done": {"attempt": int},
-}
-HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
-LOSS = {
-    "sampler_logprobs": bytes,
-    "advantages": bytes,
-    "weights": bytes,
-    "normalizer": float,
-    "loss_type": ("dapo", "grpo", "dr_grpo"),
-    "correction": ("tis", "icepop"),
-}
-MICRO_BATCH = {
-    "prompt_lengths": [int],
-    "prompt_ids": bytes,
-    "prompt_of": [int],
-    "completion_lengths": [int],
-    "completion_ids": bytes,
-    "temperature": float,
-    "loss": Maybe(LOSS),
-}
-WAVE = {
-    "lengths": [int],
-    "ids": bytes,
-    "num_generations": int,
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "seed": int,
-}
+HEADERS = shapes(
+    "stage",
+    *("forward", "backward", "learnt", "scores", "prefill", "decode", "tokens", "drop", "failed"),
+    *("embedding", "propose", "acknowledge", "commit", "abort", "done"),
+)
+MICRO_BATCH, WAVE = shapes("stage", "micro_batch", "wave")
 F32_OVERFLOW = (2 - 2**-24) * 2.0**127
 """The smallest number that rounds to an infinite f32."""
 

@@ -4,28 +4,12 @@ import hashlib
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, Maybe, counter, decode, require
-from check_stages import CODEC, PLACE, hidden_bytes
+from check_frames import BYTES, COUNTS, counter, decode, require, shapes
+from check_stages import hidden_bytes
 
-WHAT = ("checkpoint", "layers", "tied", "ends", "copy", "output")
-MESSAGES = {  # type → fields behind `place` and `request`
-    "ask": {},
-    "inventory": {
-        "phase": ("starting", "restoring", "ready"),
-        "checkpoint": Maybe(int),
-        "ends": Maybe(int),
-    },
-    "want": {"what": WHAT[:5], "of": int, "at": int, "root": bytes},
-    "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
-    "have": {"what": WHAT, "step": int, "size": int, "root": bytes, "squared_norm": float},
-    "chunk": {"at": int, "length": int},
-    "announce": {"what": ("checkpoint", "ends"), "step": int},
-    "stored": {"step": int},
-    "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
-}
-HEADERS = [
-    {"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()
-]
+HEADERS = shapes(
+    "state", "ask", "inventory", "want", "run", "have", "chunk", "announce", "stored", "lack"
+)
 
 
 def read_message(data, crew):

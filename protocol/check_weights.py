@@ -2,55 +2,14 @@
 
 import itertools
 
-from check_frames import (
-    BYTES,
-    COUNTS,
-    ENVELOPE,
-    REGISTRY,
-    code,
-    counter,
-    decode,
-    require,
-    verify,
-)
+from check_frames import BYTES, COUNTS, code, counter, decode, open_signed, require, shape, shapes
 from check_join import peer_id
 
 TEXT = code("03-weights.md")
 
-WEIGHTS = (
-    {"type": ("here",), "fingerprint": bytes, "outer_step": int, "blocks": bytes},
-    {
-        "type": ("swap",),
-        "id": bytes,
-        "fingerprint": bytes,
-        "fragment": int,
-        "outer_step": int,
-        "blocks": bytes,
-    },
-    {"type": ("accepted",), "id": bytes, "outer_step": int, "blocks": bytes},
-    {"type": ("busy",), "id": bytes, "retry_seconds": int},
-    {"type": ("refused",), "id": bytes, "reason": ("other_policy", "over")},
-    {"type": ("payload",), "id": bytes},
-    {
-        "type": ("ready",),
-        "id": bytes,
-        "transfer": bytes,
-        "root": bytes,
-        "size": int,
-        "outer_step": int,
-    },
-)
-WEIGHTS_STATE = (
-    {"type": ("state_request",), "fingerprint": bytes},
-    {"type": ("state_response",), "manifest": bytes, "transfer": bytes, "root": bytes, "size": int},
-)
-STATE_MANIFEST = {
-    "type": ("state",),
-    "fingerprint": bytes,
-    "outer_step": int,
-    "created_at": int,
-    "tensors": [{"name": str, "phi": bytes}],
-}
+WEIGHTS = shapes("weights", "here", "swap", "accepted", "busy", "refused", "payload", "ready")
+WEIGHTS_STATE = shapes("weights", "state_request", "state_response")
+STATE_MANIFEST = shape("weights_state_manifest")
 
 
 def read_weights(frame, cap, shapes):
@@ -72,18 +31,13 @@ def read_weights(frame, cap, shapes):
 
 
 def read_state_manifest(frame, swarm):
-    envelope = decode(frame, BYTES["weights_state_response"], ENVELOPE)
-    require(
-        len(envelope["key"]) == BYTES["key"] and len(envelope["signature"]) == BYTES["signature"]
-    )
-    require(envelope["codec"] == "raw", "compression")
-    verify(envelope, REGISTRY["domains"]["state"].encode(), swarm)
-    manifest = decode(envelope["payload"], BYTES["weights_state_response"], STATE_MANIFEST)
+    limit = BYTES["weights_state_response"]
+    key, manifest = open_signed(frame, limit, "state", swarm, STATE_MANIFEST)
     require(len(manifest["fingerprint"]) == BYTES["fingerprint"])
     counter(manifest["outer_step"], manifest["created_at"])
     require(all(a["name"] < b["name"] for a, b in itertools.pairwise(manifest["tensors"])))
     require(all(len(tensor["phi"]) == 32 for tensor in manifest["tensors"]))
-    return {"peer": peer_id(envelope["key"]), "manifest": manifest}
+    return {"peer": peer_id(key), "manifest": manifest}
 
 
 def weights_fingerprint(layout, fragments, adapter, **hashes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import Vector, accepted, pack, rejected
+from protocol.generate.frames import Vector, accepted, derived, pack, refusals, rejected
 from swarmnode.wire import bulk
 from swarmnode.wire.messages import BulkManifest
 
@@ -61,17 +61,10 @@ def _manifests() -> Iterator[Vector]:
             pack(response),
             response,
         )
-    yield rejected(
-        "bounds",
-        "ok without a manifest",
-        pack({"status": "ok", "manifest": b""}),
+    yield from refusals(
         "bulk_manifest_response",
-    )
-    yield rejected(
-        "bounds",
-        "unknown with a manifest",
-        pack({"status": "unknown", "manifest": b"\0"}),
-        "bulk_manifest_response",
+        ("bounds", "ok without a manifest", pack({"status": "ok", "manifest": b""})),
+        ("bounds", "unknown with a manifest", pack({"status": "unknown", "manifest": b"\0"})),
     )
     too_long = {"status": "ok", "manifest": bytes(1_048_705)}
     yield rejected(
@@ -104,23 +97,12 @@ def _requests() -> Iterator[Vector]:
             pack(response),
             response,
         )
-    yield rejected(
-        "bounds", "ok, and nothing follows", pack({"status": "ok", "size": 0}), "bulk_response"
-    )
-    yield rejected(
-        "bounds",
-        "busy, and something follows",
-        pack({"status": "busy", "size": 1}),
+    yield from refusals(
         "bulk_response",
-    )
-    yield rejected(
-        "bounds",
-        "more than 32 GiB follow",
-        pack({"status": "ok", "size": 2**35 + 1}),
-        "bulk_response",
-    )
-    yield rejected(
-        "schema", "a status of its own", pack({"status": "later", "size": 0}), "bulk_response"
+        ("bounds", "ok, and nothing follows", pack({"status": "ok", "size": 0})),
+        ("bounds", "busy, and something follows", pack({"status": "busy", "size": 1})),
+        ("bounds", "more than 32 GiB follow", pack({"status": "ok", "size": 2**35 + 1})),
+        ("schema", "a status of its own", pack({"status": "later", "size": 0})),
     )
 
 
@@ -138,9 +120,4 @@ def roots() -> Iterator[Vector]:
         hashes = b"".join(map(bulk.digest, pieces))
         manifest = BulkManifest(TRANSFER, len(content), chunk_bytes, hashes)
         given = {"size": len(content), "chunk_bytes": chunk_bytes, "hashes": hashes.hex()}
-        yield {
-            "name": f"root of {name}",
-            "derive": "bulk_root",
-            "input": given,
-            "output": bulk.root(manifest).hex(),
-        }
+        yield derived(f"root of {name}", "bulk_root", given, bulk.root(manifest).hex())

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protocol.generate.frames import Vector, accepted, pack, pairs, plain, rejected
+from protocol.generate.frames import Vector, accepted, derived, pack, pairs, plain, rejected
 from swarmnode.stages.network.stream_proxy import StreamPeers
 from swarmnode.wire.envelope import peer_id
 
@@ -203,12 +203,7 @@ def derivations() -> Iterator[Vector]:
         ("a crew that begins", record(step=0)),
         ("the same members again", record(nonce=b"\x09" * 8)),
     ):
-        yield {
-            "name": f"id of {name}",
-            "derive": "crew_id",
-            "input": {"record": plain(of)},
-            "output": digest(of).hex(),
-        }
+        yield derived(f"id of {name}", "crew_id", {"record": plain(of)}, digest(of).hex())
 
 
 def stream_peers(crew: dict[str, Any]) -> StreamPeers:

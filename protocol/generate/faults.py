@@ -12,9 +12,8 @@ from typing import Any
 
 import msgpack
 
-from protocol.generate.frames import KEY, SWARM, Vector, pack, rejected
+from protocol.generate.frames import SWARM, Vector, pack, rejected, sealed
 from swarmnode.wire import ids
-from swarmnode.wire.envelope import sign
 from swarmnode.wire.manifest import manifest_id
 
 SIGNED = {
@@ -77,8 +76,7 @@ def _unwrapped(kind: str, frame: bytes) -> tuple[bytes, Callable[[bytes], bytes]
 
     def seal(data: bytes) -> bytes:
         swarm = manifest_id(data) if kind == "manifest" else SWARM
-        signature = sign(data, KEY, SIGNED[kind], swarm).signature
-        return pack({**envelope, "payload": data, "signature": signature})
+        return sealed(data, envelope["codec"], domain=SIGNED[kind], swarm=swarm)
 
     envelope = msgpack.unpackb(frame)
     return envelope["payload"], seal

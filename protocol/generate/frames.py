@@ -11,7 +11,7 @@ import copy
 import hashlib
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -80,9 +80,15 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value)
 
 
-def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
+def envelope(
+    payload: bytes,
+    codec: Any = "raw",
+    key: Ed25519PrivateKey = KEY,
+    domain: bytes = ids.DOMAIN_ROLLOUT,
+    swarm: bytes = SWARM,
+) -> dict[str, Any]:
     """Return the fields of a correctly signed envelope."""
-    signed = sign(payload, KEY, ids.DOMAIN_ROLLOUT, SWARM, codec)
+    signed = sign(payload, key, domain, swarm, codec)
     return {
         "key": signed.key,
         "payload": signed.payload,
@@ -91,8 +97,9 @@ def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
     }
 
 
-def sealed(message: dict[str, Any] | bytes, codec: Any = "raw") -> bytes:
-    return pack(envelope(message if isinstance(message, bytes) else pack(message), codec))
+def sealed(message: dict[str, Any] | bytes, codec: Any = "raw", **signed: Any) -> bytes:
+    payload = message if isinstance(message, bytes) else pack(message)
+    return pack(envelope(payload, codec, **signed))
 
 
 SMALL_ORDER_KEYS = [
@@ -188,3 +195,13 @@ def rejected(reason: str, name: str, frame: bytes, read_as: str = "group") -> Ve
         "reason": reason,
         "frame": parts(frame),
     }
+
+
+def refusals(read_as: str, *rows: tuple[str, str, bytes]) -> Iterator[Vector]:
+    """Yield the rejected frames of rows of (reason, name, frame)."""
+    for reason, name, frame in rows:
+        yield rejected(reason, name, frame, read_as)
+
+
+def derived(name: str, what: str, given: dict[str, Any], output: object) -> Vector:
+    return {"name": name, "derive": what, "input": given, "output": output}

@@ -13,7 +13,9 @@ from protocol.generate.frames import (
     Vector,
     accepted,
     changed,
+    derived,
     pack,
+    refusals,
     rejected,
     sealed,
     without,
@@ -47,17 +49,12 @@ def polls() -> Iterator[Vector]:
     yield accepted("the last position", "listing_request", pack(last), last)
     hasty = {**REQUEST, "patience": 0}
     yield accepted("a request without patience", "listing_request", pack(hasty), hasty)
-    for patience in (-1, limits.PATIENCE_SECONDS + 1):
-        frame = pack({**REQUEST, "patience": patience})
-        yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
-    yield rejected(
-        "bounds", "a position without a life", pack({**beginning, "position": 1}), "listing_request"
-    )
-    yield rejected(
-        "oversize",
-        "a request of 97 bytes",
-        bytes(limits.LISTING_REQUEST_BYTES + 1),
+    patience = pack({**REQUEST, "patience": limits.PATIENCE_SECONDS + 1})
+    yield rejected("bounds", "a patience of 11 s", patience, "listing_request")
+    yield from refusals(
         "listing_request",
+        ("bounds", "a position without a life", pack({**beginning, "position": 1})),
+        ("oversize", "a request of 97 bytes", bytes(limits.LISTING_REQUEST_BYTES + 1)),
     )
 
     for name, listing in (
@@ -78,17 +75,11 @@ def polls() -> Iterator[Vector]:
         ("no spread", changed(LISTING, "groups.0.5", 0.0)),
     ):
         yield accepted(name, "listing_response", pack(listing), listing)
-    yield rejected(
-        "bounds",
-        "15 groups",
-        pack({**LISTING, "groups": numbered(limits.LISTED + 1)}),
+    yield from refusals(
         "listing_response",
-    )
-    yield rejected(
-        "bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2}), "listing_response"
-    )
-    yield rejected(
-        "bounds", "groups and no ok", pack({**LISTING, "status": "busy"}), "listing_response"
+        ("bounds", "15 groups", pack({**LISTING, "groups": numbered(limits.LISTED + 1)})),
+        ("bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2})),
+        ("bounds", "groups and no ok", pack({**LISTING, "status": "busy"})),
     )
     for name, place, value in (
         ("no task", 2, ""),
@@ -102,23 +93,11 @@ def polls() -> Iterator[Vector]:
         yield rejected(
             "bounds", name, pack(changed(LISTING, f"groups.0.{place}", value)), "listing_response"
         )
-    yield rejected(
-        "schema",
-        "a group with an extra claim",
-        pack(changed(LISTING, "groups.0", [*LISTED, 1])),
+    yield from refusals(
         "listing_response",
-    )
-    yield rejected(
-        "schema",
-        "a group with a missing claim",
-        pack(changed(LISTING, "groups.0", LISTED[:-1])),
-        "listing_response",
-    )
-    yield rejected(
-        "oversize",
-        "a listing without end",
-        bytes(limits.LISTING_RESPONSE_BYTES + 1),
-        "listing_response",
+        ("schema", "a group with an extra claim", pack(changed(LISTING, "groups.0", [*LISTED, 1]))),
+        ("schema", "a group with a missing claim", pack(changed(LISTING, "groups.0", LISTED[:-1]))),
+        ("oversize", "a listing without end", bytes(limits.LISTING_RESPONSE_BYTES + 1)),
     )
 
 
@@ -129,24 +108,12 @@ def fetches() -> Iterator[Vector]:
         ("a fetch of 16 groups", {"contents": contents}),
     ):
         yield accepted(name, "groups_request", pack(request), request)
-    yield rejected("bounds", "a fetch of nothing", pack({"contents": []}), "groups_request")
-    yield rejected(
-        "bounds",
-        "a fetch of 17 groups",
-        pack({"contents": [bytes([n]) * 2 for n in range(17)]}),
+    yield from refusals(
         "groups_request",
-    )
-    yield rejected(
-        "oversize",
-        "a fetch of a thousand groups",
-        pack({"contents": [contents[0]] * 1000}),
-        "groups_request",
-    )
-    yield rejected(
-        "bounds",
-        "a fetch of one group twice",
-        pack({"contents": contents[:1] * 2}),
-        "groups_request",
+        ("bounds", "a fetch of nothing", pack({"contents": []})),
+        ("bounds", "a fetch of 17 groups", pack({"contents": [bytes([n]) * 2 for n in range(17)]})),
+        ("oversize", "a fetch of a thousand groups", pack({"contents": [contents[0]] * 1000})),
+        ("bounds", "a fetch of one group twice", pack({"contents": contents[:1] * 2})),
     )
     group = {"status": "ok", "body": sealed(GROUP)}
     absent, later = {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}
@@ -161,26 +128,15 @@ def fetches() -> Iterator[Vector]:
     yield accepted("as much as fits", "groups_response", pack(largest), largest)
     half = {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2)}
     more = {"groups": [half, {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2 + 1)}]}
-    yield rejected("bounds", "more than 1 MiB together", pack(more), "groups_response")
-    yield rejected("bounds", "no groups", pack({"groups": []}), "groups_response")
-    yield rejected("bounds", "17 answers", pack({"groups": [absent] * 17}), "groups_response")
-    yield rejected(
-        "bounds", "ok and no group", pack({"groups": [{**group, "body": b""}]}), "groups_response"
-    )
-    yield rejected(
-        "bounds",
-        "a missing group",
-        pack({"groups": [{**group, "status": "unknown"}]}),
+    yield from refusals(
         "groups_response",
-    )
-    yield rejected(
-        "schema",
-        "a group without a status",
-        pack({"groups": [without(group, "status")]}),
-        "groups_response",
-    )
-    yield rejected(
-        "oversize", "groups without end", bytes(limits.GROUPS_RESPONSE_BYTES + 1), "groups_response"
+        ("bounds", "more than 1 MiB together", pack(more)),
+        ("bounds", "no groups", pack({"groups": []})),
+        ("bounds", "17 answers", pack({"groups": [absent] * 17})),
+        ("bounds", "ok and no group", pack({"groups": [{**group, "body": b""}]})),
+        ("bounds", "a missing group", pack({"groups": [{**group, "status": "unknown"}]})),
+        ("schema", "a group without a status", pack({"groups": [without(group, "status")]})),
+        ("oversize", "groups without end", bytes(limits.GROUPS_RESPONSE_BYTES + 1)),
     )
 
 
@@ -226,7 +182,7 @@ def derivations() -> Iterator[Vector]:
             "reader": "reader",
             "request": request,
         }
-        yield {"name": f"a listing {name}", "derive": "listing", "input": given, "output": listed}
+        yield derived(f"a listing {name}", "listing", given, listed)
     frame = sealed(GROUP)
     other = OTHER_KEY.public_key().public_bytes_raw()
     for name, place, value, verdict in (
@@ -241,9 +197,4 @@ def derivations() -> Iterator[Vector]:
         said = changed({"listed": LISTED}, f"listed.{place}", value)["listed"]
         plain = [item.hex() if isinstance(item, bytes) else item for item in said]
         given = {"swarm": SWARM.hex(), "listed": plain, "frame": frame.hex()}
-        yield {
-            "name": f"a group listed {name}",
-            "derive": "listed",
-            "input": given,
-            "output": verdict,
-        }
+        yield derived(f"a group listed {name}", "listed", given, verdict)

@@ -18,6 +18,7 @@ from protocol.generate.frames import (
     accepted,
     changed,
     pack,
+    refusals,
     rejected,
     sealed,
 )
@@ -67,10 +68,7 @@ def manifests() -> Iterator[Vector]:
         codec: Any = "raw",
     ) -> bytes:
         payload = message if isinstance(message, bytes) else pack(message)
-        by = sign(payload, key, domain, manifest_id(payload), codec)
-        return pack(
-            {"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec}
-        )
+        return sealed(payload, codec, key=key, domain=domain, swarm=manifest_id(payload))
 
     def opened(name: str, message: dict[str, Any]) -> Vector:
         return accepted(
@@ -98,18 +96,17 @@ def manifests() -> Iterator[Vector]:
         "access": {"members": [f"{number:03}" + "a" * 49 for number in range(512)], "secret": b""},
     }
     yield opened("512 members", most)
-    yield rejected(
-        "oversize", "one byte too long", signed(pack(good) + bytes(room + 1)), "manifest"
+    yield from refusals(
+        "manifest",
+        ("oversize", "one byte too long", signed(pack(good) + bytes(room + 1))),
+        ("oversize", "70,000 zeros", bytes(70_000)),
+        ("malformed", "nothing", b""),
+        ("malformed", "last byte missing", signed(good)[:-1]),
+        ("signature", "the envelope of a group", sealed(GROUP)),
+        ("compression", "said to be compressed", signed(good, codec="zstd")),
+        ("signature", "another domain", signed(good, domain=ids.DOMAIN_ROLLOUT)),
+        ("signature", "signed by somebody else", signed(good, OTHER_KEY)),
     )
-    yield rejected("oversize", "70,000 zeros", bytes(70_000), "manifest")
-    yield rejected("malformed", "nothing", b"", "manifest")
-    yield rejected("malformed", "last byte missing", signed(good)[:-1], "manifest")
-    yield rejected("signature", "the envelope of a group", sealed(GROUP), "manifest")
-    yield rejected("compression", "said to be compressed", signed(good, codec="zstd"), "manifest")
-    yield rejected(
-        "signature", "another domain", signed(good, domain=ids.DOMAIN_ROLLOUT), "manifest"
-    )
-    yield rejected("signature", "signed by somebody else", signed(good, OTHER_KEY), "manifest")
     elsewhere = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, SWARM).signature
     honest = {"key": founder, "payload": pack(good), "signature": elsewhere, "codec": "raw"}
     yield rejected("signature", "signed for another swarm id", pack(honest), "manifest")
@@ -171,16 +168,13 @@ def manifests() -> Iterator[Vector]:
     yield accepted("a response", "manifest_response", pack(response), response)
     unknown = {"manifest": b"", "successor": b""}
     yield accepted("unknown", "manifest_response", pack(unknown), unknown)
-    yield rejected(
-        "bounds",
-        "a successor to nothing",
-        pack({**response, "manifest": b"", "successor": b"\0"}),
+    yield from refusals(
         "manifest_response",
+        (
+            "bounds",
+            "a successor to nothing",
+            pack({**response, "manifest": b"", "successor": b"\0"}),
+        ),
+        ("bounds", "a manifest one byte too long", pack({**response, "manifest": bytes(65_537)})),
+        ("oversize", "a response one byte too long", bytes(131_137)),
     )
-    yield rejected(
-        "bounds",
-        "a manifest one byte too long",
-        pack({**response, "manifest": bytes(65_537)}),
-        "manifest_response",
-    )
-    yield rejected("oversize", "a response one byte too long", bytes(131_137), "manifest_response")

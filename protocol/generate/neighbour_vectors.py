@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import (
-    KEY,
     OTHER_SWARM,
     PEER,
     SWARM,
@@ -14,10 +13,11 @@ from protocol.generate.frames import (
     accepted,
     changed,
     pack,
+    refusals,
     rejected,
+    sealed,
 )
 from swarmnode.wire import ids
-from swarmnode.wire.envelope import sign
 
 SUMMARY: dict[str, Any] = {
     "name": "Küche",
@@ -39,10 +39,7 @@ def signed(
     swarm: bytes = SWARM,
     codec: Any = "raw",
 ) -> bytes:
-    by = sign(message if isinstance(message, bytes) else pack(message), KEY, domain, swarm, codec)
-    return pack(
-        {"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec}
-    )
+    return sealed(message, codec, domain=domain, swarm=swarm)
 
 
 SESSION: dict[str, Any] = {
@@ -182,10 +179,8 @@ def messages() -> Iterator[Vector]:
         ("a successor of 33 bytes", "successor", bytes(33)),
     ):
         yield rejected("bounds", name, pack(changed(RESPONSE, path, value)), "neighbours_response")
-    yield rejected(
-        "schema",
-        "a peer with a name",
-        pack(changed(RESPONSE, "peers.0.name", "me")),
+    yield from refusals(
         "neighbours_response",
+        ("schema", "a peer with a name", pack(changed(RESPONSE, "peers.0.name", "me"))),
+        ("oversize", "73,729 bytes", bytes(73_729)),
     )
-    yield rejected("oversize", "73,729 bytes", bytes(73_729), "neighbours_response")

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
+from protocol.generate.frames import Vector, accepted, changed, derived, pack, rejected, without
 from swarmnode.errors import BadMessage
 from swarmnode.stages.specs import Routes
 from swarmnode.stages.stage_frames import Fence, Participant, Place
@@ -94,6 +94,11 @@ def good(name: str, frame: bytes, value: dict[str, Any], **given: Any) -> Vector
 
 def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
     return {**rejected(reason, name, frame, "stage_frame"), "given": {**GIVEN, **given}}
+
+
+def bads(*rows: tuple[str, str, bytes]) -> Iterator[Vector]:
+    for row in rows:
+        yield bad(*row)
 
 
 SMALL: list[dict[str, Any]] = [
@@ -230,102 +235,53 @@ def frames() -> Iterator[Vector]:
 def hostile_headers() -> Iterator[Vector]:
     done, commit, propose = header("done", attempt=1), SMALL[5], PROPOSE
     acknowledge, learnt = SMALL[3], SMALL[0]
-    frame = joined(done)
-    yield bad("oversize", "an empty header", bytes(4))
-    yield bad("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385))
-    yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
-    yield bad("truncated", "three bytes", bytes(3))
-    yield bad("truncated", "half a header", frame[:-3])
-    yield bad("truncated", "a missing body", learn()[: -4 * ROWS * HIDDEN])
-    yield bad("truncated", "a body without its last byte", learn()[:-1])
-    yield bad("size", "a proposal with a body", joined(propose, bytes(16)))
-    yield bad("malformed", "a header of zeros and a byte", joined(pack(done) + b"\0"))
-    yield bad("malformed", "reserved byte c1", joined(b"\xc1"))
-    yield bad("malformed", "attempt in two bytes", joined(pack(done)[:-1] + b"\xcc\x01"))
-    yield bad(
-        "malformed",
-        "place in another form",
-        joined(pack(done).replace(b"place\x93", b"place\xdc\x00\x03")),
-    )
-    yield bad("malformed", "attempt twice", joined(pairs([*done.items(), ("attempt", 1)])))
-    yield bad(
-        "malformed",
-        "fields in another order",
-        joined(pairs([("type", "done"), ("attempt", 1), ("place", PLACE)])),
-    )
-    yield bad("schema", "no type", joined(without(done, "type")))
-    yield bad("schema", "type last", joined({"place": PLACE, "attempt": 1, "type": "done"}))
-    yield bad("schema", "an unknown type", joined(header("average", attempt=1)))
-    yield bad("schema", "no place", joined({"type": "done", "attempt": 1}))
-    yield bad("schema", "a place of two", joined(header("done", PLACE[:2], attempt=1)))
-    yield bad("schema", "a place of four", joined(header("done", [*PLACE, 0], attempt=1)))
-    yield bad(
-        "schema", "a place as a map", joined(header("done", {"crew": CREW, "step": 0}, attempt=1))
-    )
-    yield bad("schema", "an unknown field", joined({**done, "weight": 1.0}))
-    yield bad(
-        "schema",
-        "an unknown codec",
-        joined(header("backward", micro_batch=9, codec="int4", rows=1)),
-    )
-    yield bad("schema", "an unknown purpose", learn(purpose="poison"))
+    backward = header("backward", micro_batch=9, codec="float32", rows=1)
+    forward = header("forward", **forward_fields(BATCH))
+    embedding = header("embedding", attempt=2, first=49, rows=2)
+    frame, packed = joined(done), pack(done)
     deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
-    yield bad("schema", "16,000 nested arrays for a place", joined(deep))
-    yield bad(
-        "bounds", "a crew of 15 bytes", joined(header("done", [CREW[1:], *PLACE[1:]], attempt=1))
+    yield from bads(
+        ("oversize", "an empty header", bytes(4)),
+        ("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385)),
+        ("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff"),
+        ("truncated", "three bytes", bytes(3)),
+        ("truncated", "half a header", frame[:-3]),
+        ("truncated", "a missing body", learn()[: -4 * ROWS * HIDDEN]),
+        ("truncated", "a body without its last byte", learn()[:-1]),
+        ("size", "a proposal with a body", joined(propose, bytes(16))),
+        ("schema", "an unknown purpose", learn(purpose="poison")),
     )
-    yield bad(
-        "bounds", "a crew of 32 bytes", joined(header("done", [CREW * 2, *PLACE[1:]], attempt=1))
-    )
-    yield bad("bounds", "stage 64", joined(header("done", [CREW, 64, 40], attempt=1)))
-    yield bad("bounds", "stage -1", joined(header("done", [CREW, -1, 40], attempt=1)))
-    for at, what in ((2, "step"),):
-        for value in (-1, 2**63):
-            yield bad(
-                "bounds",
-                f"{what} {value}",
-                joined(header("done", [*PLACE[:at], value, *PLACE[at + 1 :]], attempt=1)),
-            )
-    yield bad("bounds", "no rows", joined(header("tokens", wave=WAVE, rows=0)))
-    yield bad(
-        "bounds",
-        "more rows than tokens",
-        joined(header("backward", micro_batch=9, codec="float32", rows=TOKENS + 1)),
-    )
-    yield bad(
-        "bounds",
-        "2**62 rows",
-        joined(header("backward", micro_batch=9, codec="float32", rows=2**62)),
-    )
-    yield bad(
-        "bounds",
-        "no description",
-        joined(header("forward", **{**forward_fields(BATCH), "about": 0}), floats(*VALUES)),
-    )
-    yield bad(
-        "bounds",
-        "a description of 3,841 bytes",
-        joined(header("forward", **{**forward_fields(BATCH), "about": 3841})),
-    )
-    yield bad(
-        "bounds",
-        "rows of an embedding beyond its last",
-        joined(header("embedding", attempt=2, first=49, rows=2)),
-    )
-    yield bad("bounds", "a step of nothing", joined({**propose, "micro_batches": []}))
-    yield bad("bounds", "a micro-batch twice", joined({**propose, "micro_batches": [1, 2, 2]}))
-    yield bad("bounds", "micro-batches that fall", joined({**propose, "micro_batches": [2, 1]}))
-    yield bad("bounds", "micro-batch -1 in a step", joined({**propose, "micro_batches": [-1, 1]}))
-    yield bad(
-        "bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))})
-    )
-    yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
-    yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
-    yield bad(
-        "bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5})
-    )
-    yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
-    yield bad("bounds", "squares below 0", joined({**learnt, "squares": -1.0}))
+    for reason, name, head in (
+        ("malformed", "reserved byte c1", b"\xc1"),
+        ("malformed", "attempt in two bytes", packed[:-1] + b"\xcc\x01"),
+        ("malformed", "place in another form", packed.replace(b"place\x93", b"place\xdc\x00\x03")),
+        ("schema", "no type", without(done, "type")),
+        ("schema", "an unknown type", header("average", attempt=1)),
+        ("schema", "a place of two", header("done", PLACE[:2], attempt=1)),
+        ("schema", "a place of four", header("done", [*PLACE, 0], attempt=1)),
+        ("schema", "an unknown codec", {**backward, "codec": "int4"}),
+        ("schema", "16,000 nested arrays for a place", deep),
+        ("bounds", "a crew of 15 bytes", header("done", [CREW[1:], *PLACE[1:]], attempt=1)),
+        ("bounds", "a crew of 32 bytes", header("done", [CREW * 2, *PLACE[1:]], attempt=1)),
+        ("bounds", "stage 64", header("done", [CREW, 64, 40], attempt=1)),
+        ("bounds", "no rows", header("tokens", wave=WAVE, rows=0)),
+        ("bounds", "more rows than tokens", {**backward, "rows": TOKENS + 1}),
+        ("bounds", "2**62 rows", {**backward, "rows": 2**62}),
+        ("bounds", "no description", {**forward, "about": 0}),
+        ("bounds", "a description of 3,841 bytes", {**forward, "about": 3841}),
+        ("bounds", "rows of an embedding beyond its last", embedding),
+        ("bounds", "a step of nothing", {**propose, "micro_batches": []}),
+        ("bounds", "a micro-batch twice", {**propose, "micro_batches": [1, 2, 2]}),
+        ("bounds", "micro-batches that fall", {**propose, "micro_batches": [2, 1]}),
+        ("bounds", "micro-batch -1 in a step", {**propose, "micro_batches": [-1, 1]}),
+        ("bounds", "1025 micro-batches", {**propose, "micro_batches": list(range(1025))}),
+        ("bounds", "a squared norm below 0", {**acknowledge, "squared_norm": -1.0}),
+        ("bounds", "a learning rate that climbs", {**commit, "learning_rate": -1e-6}),
+        ("bounds", "a clip factor that makes gradients larger", {**commit, "clip": 1.5}),
+        ("bounds", "fewer than no tokens", {**learnt, "tokens": -1.0}),
+        ("bounds", "squares below 0", {**learnt, "squares": -1.0}),
+    ):
+        yield bad(reason, name, joined(head))
 
 
 def hostile_bodies() -> Iterator[Vector]:
@@ -463,7 +419,7 @@ def routes() -> Iterator[Vector]:
             f"way of micro-batch {number} to {purpose} through {stages}"
             f" stages{', swapped' if swapped else ''}"
         )
-        yield {"name": name, "derive": "stage_route", "input": given, "output": output}
+        yield derived(name, "stage_route", given, output)
 
 
 def fences() -> Iterator[Vector]:
@@ -485,12 +441,7 @@ def fences() -> Iterator[Vector]:
         )
         told = [place[0].hex(), *place[1:]]
         given = {"crew": crew, "sender": sender, "step": step, "place": told, "control": control}
-        yield {
-            "name": f"a frame of {name}",
-            "derive": "stage_fence",
-            "input": given,
-            "output": output,
-        }
+        yield derived(f"a frame of {name}", "stage_fence", given, output)
 
 
 COMMITS: dict[str, list[list[Any]]] = {
@@ -556,12 +507,7 @@ COMMITS: dict[str, list[list[Any]]] = {
 def commits() -> Iterator[Vector]:
     for name, events in COMMITS.items():
         given = {"step": 5, "events": events}
-        yield {
-            "name": f"taking a step: {name}",
-            "derive": "stage_commit",
-            "input": given,
-            "output": answers(5, events),
-        }
+        yield derived(f"taking a step: {name}", "stage_commit", given, answers(5, events))
 
 
 def answers(step: int, events: list[list[Any]]) -> list[list[Any]]:

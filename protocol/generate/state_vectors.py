@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from protocol.generate.frames import Vector, accepted, pack, rejected
+from protocol.generate.frames import Vector, accepted, derived, pack, rejected
 from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
 from swarmnode.stages.specs import StageSpec
 from swarmnode.stages.stage_frames import activation_bytes
@@ -154,24 +154,9 @@ def derivations() -> Iterator[Vector]:
         for form in ("full", "small"):
             given: dict[str, Any] = {"shapes": shapes, "form": form}
             name = f"bytes of a checkpoint of {len(shapes)} tensors, {form}"
-            yield {
-                "name": name,
-                "derive": "state_bytes",
-                "input": given,
-                "output": state_bytes(layout, form),
-            }  # type: ignore[arg-type]
+            yield derived(name, "state_bytes", given, state_bytes(layout, form))  # type: ignore[arg-type]
     for name, base, now in COPIES:
-        yield {
-            "name": name,
-            "derive": "copy_plain",
-            "input": {"base": base, "now": now},
-            "output": copy_plain(base, now),
-        }
+        yield derived(name, "copy_plain", {"base": base, "now": now}, copy_plain(base, now))
     for body in (b"", b"abc"):
-        name = f"root of {len(body)} bytes"
-        yield {
-            "name": name,
-            "derive": "state_root",
-            "input": {"body": body.hex()},
-            "output": hash_body(body).hex(),
-        }
+        given = {"body": body.hex()}
+        yield derived(f"root of {len(body)} bytes", "state_root", given, hash_body(body).hex())

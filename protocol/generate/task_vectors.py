@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from protocol.generate.frames import Vector
+from protocol.generate.frames import Vector, derived
 from swarmnode.tasks import chat
 from swarmnode.tasks.answers import find_answer, has_text_after
 from swarmnode.tasks.builtin import GENERATORS, Item
@@ -31,10 +30,6 @@ def worth(task: str, seed: int, index: int, text: str) -> float:
         if len(answer.encode()) <= TASKS[task].max_answer_bytes and not has_text_after(text, "tag")
         else 0.0
     )
-
-
-def derived(name: str, what: str, given: dict[str, Any], output: object) -> Vector:
-    return {"name": name, "derive": what, "input": given, "output": output}
 
 
 def tasks() -> Iterator[Vector]:

@@ -8,22 +8,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import (
-    KEY,
     OTHER_PEER,
     OTHER_SWARM,
     PEER,
     SWARM,
     Vector,
     accepted,
+    derived,
     pack,
+    refusals,
     rejected,
+    sealed,
 )
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.network.discovery import edge_rank
 from swarmnode.wire import ids
-from swarmnode.wire.envelope import sign
 
 FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
 SWAP = b"\x44" * 16
@@ -114,11 +115,10 @@ def states() -> Iterator[Vector]:
     yield refused("bounds", "tensors in another order", tensors=tensors[::-1])
     yield refused("bounds", "a tensor twice", tensors=[tensors[0], tensors[0], *tensors[1:]])
     yield refused("schema", "another type", type="manifest")
-    yield rejected(
-        "signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM), "state_manifest"
-    )
-    yield rejected(
-        "signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT), "state_manifest"
+    yield from refusals(
+        "state_manifest",
+        ("signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM)),
+        ("signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT)),
     )
 
 
@@ -135,12 +135,8 @@ def derivations() -> Iterator[Vector]:
             "other": OTHER_PEER,
             "swarm": swarm.hex(),
         }
-        yield {
-            "name": name,
-            "derive": "edge_rank",
-            "input": given,
-            "output": edge_rank(bucket, PEER, OTHER_PEER, swarm).hex(),
-        }
+        output = edge_rank(bucket, PEER, OTHER_PEER, swarm).hex()
+        yield derived(name, "edge_rank", given, output)
     adapters = (
         None,
         LoraShape(8, 16, ("k_proj", "q_proj")),
@@ -162,25 +158,13 @@ def derivations() -> Iterator[Vector]:
             of(SWARM, ROOT, TRANSFER, layout, 3, adapter).hex()
             for of in (fingerprint, state_fingerprint)
         ]
-        yield {
-            "name": f"fingerprint {number}",
-            "derive": "weights_fingerprint",
-            "input": given,
-            "output": output,
-        }
+        yield derived(f"fingerprint {number}", "weights_fingerprint", given, output)
     for count, tensors in ((1, TENSORS), (2, TENSORS), (3, TENSORS), (3, TENSORS[2:3])):
         held = make_layout((name, shape, dtype) for name, shape, dtype in tensors)
         parts = [[spec.name for spec in part] for part in cut(held, count)]
-        given, blocks = (
-            {"layout": tensors, "fragments": count},
-            blocks_of(spec.name for spec in held),
-        )
-        yield {
-            "name": f"{count} fragments of {len(held)}",
-            "derive": "weights_fragments",
-            "input": given,
-            "output": [parts, blocks.hex()],
-        }
+        given = {"layout": tensors, "fragments": count}
+        output = [parts, blocks_of(spec.name for spec in held).hex()]
+        yield derived(f"{count} fragments of {len(held)}", "weights_fragments", given, output)
     scale, q = struct.Struct("<f").pack, lambda *values: struct.pack(f"{len(values)}b", *values)
     for name, count, body, output in (
         ("int8", 3, scale(0.5) + q(127, 1, -127), [63.5, 0.5, -63.5]),
@@ -194,23 +178,11 @@ def derivations() -> Iterator[Vector]:
         ("int8, a negative scale", 2, scale(-0.5) + q(0, 0), "bounds"),
         ("int8, a scale that is not finite", 2, scale(math.inf) + q(0, 0), "not_finite"),
     ):
-        yield {
-            "name": name,
-            "derive": "weights_int8",
-            "input": {"elements": count, "body": body.hex()},
-            "output": output,
-        }
+        given = {"elements": count, "body": body.hex()}
+        yield derived(name, "weights_int8", given, output)
 
 
 def _signed(
     manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM
 ) -> bytes:
-    signed = sign(pack(manifest), KEY, domain, swarm)
-    return pack(
-        {
-            "key": signed.key,
-            "payload": signed.payload,
-            "signature": signed.signature,
-            "codec": signed.codec,
-        }
-    )
+    return sealed(manifest, domain=domain, swarm=swarm)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -445,6 +446,7 @@ def test_independent_decoder_agrees_and_exits_0():
 def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
     for path in (*PROTOCOL.glob("*.py"), *PROTOCOL.glob("*.md"), PROTOCOL / "registry.toml"):
         (tmp_path / path.name).write_text(path.read_text())
+    shutil.copytree(PROTOCOL / "schema", tmp_path / "schema")
     (tmp_path / "vectors").mkdir()
     wrong = {
         **DOCUMENTS["neighbours.json"],
