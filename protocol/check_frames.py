@@ -5,8 +5,8 @@ A shape is str, bytes, int, float, a tuple of allowed strings, [element], a dict
 wire order, a `Maybe` or a `Row`.
 """
 
-import hashlib
 import functools
+import hashlib
 import itertools
 import json
 import re
