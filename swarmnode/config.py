@@ -409,7 +409,7 @@ class TrainingConfig(Section):
     otherwise is `continuous` for episodes and answers of more than 32 tokens. Cut completions:
     `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction for a
     sampling policy that differs: `tis` (the default) or `icepop`."""
-    advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "gdpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Normaliser of the policy gradient: tokens, sequences or a constant length."""
@@ -448,11 +448,6 @@ class TrainingConfig(Section):
                 raise ValueError(
                     f"training.options: {one} and {other} are two ways to do one thing: choose one"
                 )
-        if self.advantage == "mc_grpo" and self.num_generations > 63:
-            raise ValueError(
-                "training.advantage: mc_grpo samples one completion more than is trained on, and a"
-                " group has at most 64: set training.num_generations to 63 or lower"
-            )
         falls = [name for name in ("linear", "cosine") if name in self.options]
         if falls and not self.max_steps:
             raise ValueError(

@@ -194,8 +194,8 @@ class OwnSample:
 
 
 class Averaging:
-    """A node's slow weights, gate, probe and codec: `trainer.weights.Replica` without files and
-    threads."""
+    """A node's slow weights, gate, probe and codec: `weights.trainer.replica.Replica` without files
+    and threads."""
 
     def __init__(self, policy: Policy, batcher: MicroBatcher, temperature: float) -> None:
         self.tensors = AveragedTensors(trainable(policy.model), 1, threading.Lock())

@@ -30,7 +30,6 @@ MONITORING = ROOT / "docs" / "monitoring.md"
 I = 'instance=~"$instance"'  # noqa: E741 - short, because it is in every expression
 
 SIGNED = (
-    "Gradient agreement",
     "Reward of peers' groups minus own",
     "Peers' clocks ahead of this one",
 )
@@ -321,7 +320,6 @@ SWARM: dict[str, list[Panel]] = {
             (f"60 * {rate('swarmnode_trained_groups_total', 'source')}", "{{instance}} {{source}}"),
             width=12,
         ),
-        p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=12),
         p(
             "Effective sample size",
             (gauge("swarmnode_effective_sample_share"), "{{instance}} {{source}}"),

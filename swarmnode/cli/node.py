@@ -374,8 +374,6 @@ def export_policy(
     directory: Path,
     *,
     merge: Flag = False,
-    push: str | None = None,
-    public: Flag = False,
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
@@ -388,31 +386,16 @@ def export_policy(
         A new or empty directory.
     merge
         With LoRA: write whole weights instead of an adapter.
-    push
-        Also upload it to this Hub repository, USER/NAME. It is created if it does not exist. Needs
-        a token with write permission.
-    public
-        Create the repository as public instead of private.
     """
     resolved = load(node)
-    from swarmnode.swarm import card, manifest_store
+    from swarmnode.swarm import manifest_store
     from swarmnode.swarm.export import export
 
     require_trainer("export")
     check_torch()
-    if push is not None:
-        card.check_target(push)
     result = export(manifest_store.apply_stored(resolved.config)[0], directory, merge)
     text = (
         f"exported to {directory}: {result['kind']} of step {result['step']} (policy version"
         f" {result['policy_version']})"
     )
-    if push is not None:
-        result["url"] = card.push(
-            directory,
-            push,
-            public=public,
-            message=f"step {result['step']}, policy version {result['policy_version']}",
-        )
-        text += f", pushed to {result['url']}"
     return print_result(result, text, json)

@@ -36,8 +36,8 @@ def status(where: StatusUrl = None, *, node: NodeOptions = NODE, json: AsJson = 
 
 
 def top(where: StatusUrl = None, *, node: NodeOptions = NODE) -> int:
-    """Show a live view of a running node in the terminal. q quits, arrow and page keys scroll."""
-    from swarmnode.observe.live import top_command
+    """Show the state of a running node in the terminal, updated every second, until Ctrl-C."""
+    from swarmnode.observe.top import top_command
 
     top_command(_address("top", where, node))
     return 0

@@ -14,6 +14,7 @@ from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGro
 from swarmnode.stages import crew_messages
 from swarmnode.stages.crew_messages import FromTrainer
 from swarmnode.weights import local
+from swarmnode.weights.local import WeightsReport
 
 __all__ = [
     "FRAME_BYTES",
@@ -26,7 +27,6 @@ __all__ = [
     "Report",
     "ToNetwork",
     "ToTrainer",
-    "WeightsReport",
     "Welcome",
 ]
 
@@ -55,31 +55,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """This node's peer id, base58."""
     swarm: bytes
     """32 bytes: swarm id."""
-
-
-class WeightsReport(msgspec.Struct, frozen=True):
-    """State of averaging in the trainer. Totals are counted as in Report."""
-
-    fragments: int = 1
-    outer_step: int = 0
-    """Number of outer steps of the fragment with the fewest."""
-    exchanges_total: int = 0
-    solo_steps_total: int = 0
-    reverts_total: int = 0
-    """Since the process started, as are `outcomes` and `stall_seconds_total`."""
-    distance: float | None = None
-    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
-    clip_ratio: float | None = None
-    """Mean share of a partner's difference that was applied; 1 without clipping."""
-    lag: float | None = None
-    """Number of outer steps by which the last partner was behind; negative if ahead."""
-    momentum_norm: float = 0.0
-    probation: bool = False
-    outcomes: dict[str, int] = {}
-    """Number of exchanges by the gate's verdict."""
-    stall_seconds_total: float = 0.0
-    """Seconds in which training stopped for the probe and commits, plus those in which a copy may
-    have blocked the optimizer."""
 
 
 class CardUse(msgspec.Struct, frozen=True):
@@ -166,8 +141,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """Sampled tokens, including evaluations."""
     evaluation_tokens_total: int = 0
     tokens_per_second: float | None = None
-    gradient_agreement: float | None = None
-    """Cosine of own and external gradients."""
     drift: float | None = None
     """Largest excess, over tasks and tokens, of the share of external rewarded answers with a token
     over the share of own ones; None without evidence."""

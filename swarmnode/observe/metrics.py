@@ -367,13 +367,6 @@ SHARING = (
         when=trainer_reports,
     ),
     Metric(
-        "swarmnode_gradient_agreement",
-        "gauge",
-        "trainer.report.gradient_agreement",
-        "Cosine between the gradients of own and of peers' groups; usually 0.1 to 0.4. Below 0,"
-        " peers' groups work against this node's.",
-    ),
-    Metric(
         "swarmnode_peer_drift",
         "gauge",
         "trainer.report.drift",
@@ -661,8 +654,9 @@ STAGES = (
         "swarmnode_stage_refusals_total",
         "counter",
         computed.stage_refusals,
-        "Refused items between stages. `crew` and `step` are usual after the end of a crew; other"
-        " reasons show a defect or a hostile member.",
+        "Refused items between stages. `crew` and `step` are usual after the end of a crew, and"
+        " `timeout` and `lacking` (an announced body did not arrive) at it; other reasons show a"
+        " defect or a hostile member.",
         ("kind", "reason"),
         when=has_crew,
     ),

@@ -6,12 +6,15 @@ libp2p.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
@@ -24,6 +27,8 @@ from swarmnode.observe.logs import clean_text
 from swarmnode.observe.samples import visible
 
 BARS = "▁▂▃▄▅▆▇█"
+POLL_SECONDS = 1.0
+"""Interval between two requests of `top`."""
 SPARK_WIDTH = 28
 NAME_WIDTH = 20
 MAX_ROWS = 64
@@ -475,3 +480,29 @@ def status_command(address: NodeAddress, as_json: bool = False) -> int:
         if invite := status["snapshot"]["node"].get("invite"):  # in one piece, to copy it
             console.print(Text(f"invite {one_line(invite)}"), soft_wrap=True)
     return 0 if status["ready"]["ok"] else 1
+
+
+def top_command(address: NodeAddress) -> None:
+    """Show the node until Ctrl-C, updated every POLL_SECONDS. Lines below the terminal's last one
+    are cut. Without a terminal, print the state once.
+
+    If the node stops answering, the last state stays with an error, and requests continue.
+
+    Raises:
+        Unavailable: the node does not answer at the start.
+    """
+    last, console = render_or_fail(fetch(address), address), Console()
+    if not console.is_terminal:
+        console.print(last)
+        return
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(last, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(POLL_SECONDS)
+            try:
+                shown = last = render_or_fail(fetch(address), address)
+            except Unavailable as error:
+                shown = Group(text(str(error), "red"), last)
+            live.update(shown, refresh=True)

@@ -6,7 +6,6 @@ signal: its advantages are zero, and `zero_advantage` finds it before any forwar
     rewards     (groups, G)  or (groups, G, R) for several reward functions    float
                 NaN with R: the reward function does not apply to the completion
     advantages  (groups, G)                                                    float32
-    train_mask  (groups, G)                                                    bool
 """
 
 from __future__ import annotations
@@ -53,22 +52,6 @@ def dr_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> to
     return total - total.mean(1, keepdim=True)
 
 
-def mc_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Return (r − median) / (deviation + 1e-4) per group of G + 1. `train_mask` excludes the median
-    completion (the pivot).
-
-    One outlier shifts the mean of few completions and flips the sign of others; it does not shift
-    the median. Source: "MC-GRPO: Median-Centered Group Relative Policy Optimization for
-    Small-Rollout RL" (arXiv 2601.22582). One difference: the deviation is the root mean square
-    about the median; the paper uses the median absolute deviation. With rewards of 0 and 1, the
-    latter is 0 in every group with a majority, and the advantage would be 1/eps. The root mean
-    square keeps |A| ≤ sqrt(G + 1).
-    """
-    total = _total(rewards, weights)
-    centred = total - total.median(1, keepdim=True).values
-    return centred / (centred.square().mean(1, keepdim=True).sqrt() + STD_EPS)
-
-
 def gdpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
     """Normalise each reward per group, sum with weights, and normalise the sum over the batch.
 
@@ -89,7 +72,6 @@ def gdpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch
 ESTIMATORS: Mapping[str, Callable[[torch.Tensor, Sequence[float] | None], torch.Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
-    "mc_grpo": mc_grpo,
     "gdpo": gdpo,
 }
 
@@ -140,22 +122,6 @@ def overlong_penalty(length: int, was_cut: bool, max_length: int) -> float:
     """
     cache = max(1, max_length // OVERLONG_SHARE)
     return 1.0 if was_cut else min(1.0, max(0.0, (length - (max_length - cache)) / cache))
-
-
-def train_mask(
-    rewards: torch.Tensor, estimator: str = "grpo", weights: Sequence[float] | None = None
-) -> torch.Tensor:
-    """Return the completions that are trained on, (groups, G) bool: all, except one pivot per group
-    for `mc_grpo`.
-
-    The pivot is the first completion with the median reward, so all nodes exclude the same one.
-    """
-    keep = torch.ones(rewards.shape[:2], dtype=torch.bool, device=rewards.device)
-    if estimator == "mc_grpo" and rewards.shape[0]:
-        total = _total(rewards.float(), weights)
-        is_median = total == total.median(1, keepdim=True).values
-        keep.scatter_(1, is_median.int().argmax(1, keepdim=True), False)
-    return keep
 
 
 def zero_advantage(rewards: torch.Tensor) -> torch.Tensor:

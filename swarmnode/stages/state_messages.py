@@ -44,9 +44,10 @@ STATE_REASONS: Final = (
     "truncated",
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
-STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed")
-"""STATE_REASONS, and two more. `busy`: a member sent too many requests at a time. `failed`: this
-node's disk or device failed at a request."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "timeout", "lacking")
+"""STATE_REASONS, and four more. `busy`: a member sent too many requests at a time. `failed`: this
+node's disk or device failed at a request. `timeout`, `lacking`: an announced body did not arrive in
+time, or its stage did not send it."""
 ROOT_BYTES: Final = 32
 StateForm = Literal["full", "small", "plain"]
 """full: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32

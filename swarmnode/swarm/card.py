@@ -1,4 +1,4 @@
-"""The model card of an export, and the upload of an export to the Hub."""
+"""The model card of an export."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from swarmnode import __version__
-from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.gguf import SMOLLM2, SMOLLM2_COMMAND, SMOLLM2_PACKAGE
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -125,56 +123,3 @@ def _cell(text: str) -> str:
     """Escape text for a table cell, so that it contains no markup, link or cell separator."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return re.sub(r"([\\`*_{}\[\]()#+!|~$@:&<>\"'-])", lambda match: f"&#{ord(match[0])};", plain)
-
-
-def check_target(repo: str) -> None:
-    """Check that an upload to `repo` is possible.
-
-    Raises:
-        ConfigError: the name is not valid on the Hub.
-        Unavailable: huggingface_hub is missing.
-        Refused: there is no token.
-    """
-    if not HUB_NAME.fullmatch(repo):
-        raise ConfigError(f"--push {repo[:100]!r} is not <user or organisation>/<name>")
-    try:
-        from huggingface_hub import get_token
-    except ImportError:
-        raise Unavailable("--push needs huggingface_hub: pip install huggingface_hub") from None
-    if get_token() is None:
-        raise Refused(
-            "--push needs a Hub token with write permission: `hf auth login`, or set HF_TOKEN;"
-            " nothing was written or sent"
-        )
-
-
-def push(directory: Path, repo: str, *, public: bool, message: str) -> str:
-    """Upload an export as one commit and return its URL. A missing repository is created, private
-    unless `public`.
-
-    Raises:
-        Unavailable: with the Hub's reason, or because the Hub cannot be reached.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    api = HfApi(library_name="swarmnode", library_version=__version__)
-    try:
-        api.create_repo(repo, private=not public, exist_ok=True)
-        return str(
-            api.upload_folder(
-                repo_id=repo, folder_path=directory, commit_message=message
-            ).commit_url
-        )
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        why = {401: "the token is not valid", 403: "the token has no write permission there"}.get(
-            status or 0, str(error).split("\n")[0][:300]
-        )
-    except Exception as error:  # noqa: BLE001
-        # the type depends on the HTTP library of this release of huggingface_hub
-        why = (str(error).strip().split("\n") or [""])[0][:300] or type(error).__name__
-    raise Unavailable(
-        f"cannot push {directory} to {repo}: {why}; the export is complete, try again with `hf"
-        f" upload {repo} {directory}`"
-    )

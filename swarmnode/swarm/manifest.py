@@ -135,10 +135,9 @@ def draft(
         max(limits.MIN_COMPLETIONS, size // 2),
         min(limits.COMPLETIONS, 2 * size),
     )
-    if not low <= size <= high - (training.advantage == "mc_grpo"):
+    if not low <= size <= high:
         raise ConfigError(
-            f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo"
-            " samples one more)"
+            f"training.num_generations is {size}, outside the swarm's {low} to {high}"
         )
     if not terms.members and terms.secret is None:
         refuse_environments(config.task.names, "the swarm is founded with --private or --member")
@@ -262,12 +261,10 @@ def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object
     # a key that the manifest lacks has its default (protocol/01-identity-and-join.md, section 6)
     defaults = {key: settings.value(Config(), key) for key in AGREED_KEYS}
     agreed = defaults | {setting.key: json.loads(setting.value) for setting in manifest.settings}
-    # one completion more than trained on
-    pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
-    most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
+    size = min(max(training.num_generations, rules.min_completions), rules.max_completions)
     return {
         "task.names": [task.id for task in manifest.tasks],
-        "training.num_generations": min(max(training.num_generations, rules.min_completions), most),
+        "training.num_generations": size,
         "training.max_completion_length": min(own_length, rules.max_tokens),
         "training.temperature": rules.temperature,
         "training.top_p": rules.top_p,

@@ -48,11 +48,11 @@ from swarmnode.swarm.manifest import check_model
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
-from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import LossProbe
 from swarmnode.weights.trainer.lora import freeze_a
+from swarmnode.weights.trainer.replica import Replica
 from swarmnode.wire.messages import SwarmManifest
 
 QUESTION_TOKENS = 512

@@ -126,7 +126,6 @@ class RankPool:
         self.cards: dict[int, list[CardUse]] = {}
         """GPU use by rank, as last reported."""
         self._rank_0: tuple[Policy, Updater] | None = None
-        self._marked = False
 
     def _start(
         self,
@@ -334,10 +333,8 @@ class RankPool:
             sorted(selection.recomputed),
             dict(selection.refused),
             [batcher.tokens for batcher in updater.batchers],
-            bool(selection.external),
             None if scaler is None else scaler.state_dict(),
         )
-        self._marked = bool(selection.external)
         with self.working():
             self._shared.start_taking()
             for rank in self.others:
@@ -347,8 +344,8 @@ class RankPool:
 
     def add_gradients(self) -> None:
         for rank in self.others:
-            self.tell(rank, AddGradients(self._marked))
-        add_gradients(*self._attached, self._marked, self._finish)
+            self.tell(rank, AddGradients())
+        add_gradients(self._attached[0], self._finish)
         self.answers(Done)
 
     def _take_bounds(self, failed: Failed) -> None:

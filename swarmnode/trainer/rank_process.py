@@ -173,8 +173,8 @@ class OtherRank:
                 )
             case Accumulate():
                 return self._accumulate(command)
-            case AddGradients(marked):
-                add_gradients(self._policy, self._updater, marked, self._finish)
+            case AddGradients():
+                add_gradients(self._policy, self._finish)
                 self._updater.zero_grad()
         return Done()
 
@@ -217,8 +217,6 @@ class OtherRank:
         )
         sharing = MicroBatchQueue(self._shared, self._setup.count)
         sums = self._updater.accumulate(command.rows, selection, sharing)
-        if command.marks and not selection.external:
-            self._updater.probe.mark()
         return Accumulated(sums, card_uses(self._policy))
 
 
@@ -275,16 +273,12 @@ class Accumulate(Command, frozen=True):
     refused: dict[int, Outcome]
     tokens: list[int]
     """Token bounds of `Updater.batchers`."""
-    marks: bool
-    """True if any rank has external rows."""
     scaler: dict[str, float] | None
     """State of the loss scaler with float16; None otherwise."""
 
 
 class AddGradients(Command, frozen=True):
-    """Enter the all-reduce of the gradients and of the probe's marked gradients."""
-
-    marked: bool
+    """Enter the all-reduce of the gradients."""
 
 
 class Quit(Command, frozen=True):
@@ -518,8 +512,6 @@ def in_buckets(
 @torch.no_grad()
 def add_gradients(
     policy: Policy,
-    updater: Updater,
-    marked: bool,
     wait_for: Callable[[dist.Work], None] = finish,
 ) -> None:
     """Sum all ranks' gradients on every rank. A weight without gradient on all ranks stays
@@ -536,7 +528,3 @@ def add_gradients(
             parameter.grad = torch.zeros_like(parameter)
     total = lambda flat: dist.all_reduce(flat, async_op=True)
     in_buckets([p.grad for p in summed if p.grad is not None], total, wait_for)
-    if marked and updater.probe.own is not None and len(updater.probe.own):
-        own = updater.probe.own.to(policy.device)
-        in_buckets([own], total, wait_for)
-        updater.probe.own = own.cpu()

@@ -185,7 +185,6 @@ def measures(done: StepResult) -> dict[str, Any]:
         "effective_own": update.effective_own,
         "effective_external": update.effective_external,
         "own_gap": update.own_gap,
-        "gradient_agreement": update.agreement,
         **completion_lengths(own),
         **episode_measures(made.played, sampling),
     }

@@ -129,9 +129,7 @@ class Sampler:
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
-        # The pivot is sampled and not trained on. Peers and scorers accept at most COMPLETIONS.
-        pivot = cfg.advantage == "mc_grpo"
-        size = min(cfg.num_generations + pivot, COMPLETIONS)
+        size = min(cfg.num_generations, COMPLETIONS)
         self._generation = engine.generation(
             Sampling(
                 size,

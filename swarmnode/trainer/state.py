@@ -41,7 +41,7 @@ from swarmnode.files import pinned, sync_directory
 from swarmnode.policy.load import LORA_MODULES, check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.trainer.gate import RevertMonitor
+from swarmnode.weights.trainer.worker import AveragingCounters
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -54,11 +54,9 @@ PEERS_USED = 256
 with the state and reported at every step."""
 
 
-class Counters(msgspec.Struct):
+class Counters(AveragingCounters):
     """Numbers of a trainer that survive a restart."""
 
-    step: int = 0
-    policy_version: int = 0
     sequence: int = 0
     """Number of the next group; numbers are never reused, see `SEQUENCE_MARGIN`."""
     own_groups_total: int = 0
@@ -79,21 +77,12 @@ class Counters(msgspec.Struct):
     useful_per_step: float = 0.0
     held_out_questions: str = ""
     """Name of the questions of the following rewards, see `Evaluation.questions`."""
-    reward_held_out: float | None = None
     reward_held_out_error: float | None = None
     reward_held_out_step: int | None = None
     reward_held_out_start: float | None = None
     reward_held_out_start_error: float | None = None
-    peers_used: dict[str, int] = {}
+    peers_used: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of groups trained on, by peer, for the PEERS_USED latest peers; the latest is last."""
-    outer_clocks: list[int] = []
-    """Outer step counters, by fragment."""
-    exchanges_total: int = 0
-    solo_steps_total: int = 0
-    revert: RevertMonitor = RevertMonitor()
-    """Decides whether the latest exchanges are reverted."""
-    probation: bool = False
-    """True while the weights are a neighbour's and no exchange has confirmed them."""
     peer: str = ""
     swarm: str = ""
     crew: str = ""

@@ -20,7 +20,6 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
 from swarmnode.policy.merged import forget_merged
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
-from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.rl.corrections import effective_share, importance_weights, own_correction
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rollouts.groups import Outcome
@@ -38,8 +37,6 @@ class UpdateStatistics:
     kl: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
-    agreement: float | None = None
-    """Cosine of own and external gradients."""
     effective_own: float | None = None
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]."""
     effective_external: float | None = None
@@ -115,7 +112,7 @@ class Ranks(Protocol):
         ...
 
     def add_gradients(self) -> None:
-        """Add the other ranks' gradients, and their probes' marked gradients, to the local ones."""
+        """Add the other ranks' gradients to the local ones."""
         ...
 
 
@@ -221,7 +218,6 @@ class Updater:
         self._recomputing = MicroBatcher(batcher.tokens, batcher.alive)
         """Micro-batcher of own rows with activation checkpointing."""
         self.ranks: Ranks | None = None
-        self.probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
         """Held while weights change, so that another thread can copy them at any other time."""
 
@@ -285,7 +281,6 @@ class Updater:
         own = sum((part.own for part in parts), TokenSums())
         external = sum((part.external for part in parts), TokenSums())
         total, tokens = own + external, max(own.tokens + external.tokens, 1.0)
-        agreement = self.probe.read() if selection.external and selection.own else None
         norm = self._policy.accelerator.clip_grad_norm_(
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
@@ -301,7 +296,6 @@ class Updater:
             kl=_finite(total.kl / tokens) if self._cfg.beta > 0 else None,
             entropy=_finite(total.entropy / tokens),
             grad_norm=float(norm) if norm is not None and finite else None,
-            agreement=agreement,
             effective_own=own.effective,
             effective_external=external.effective,
             own_gap=_finite(own.gap / own.tokens) if own.tokens else None,
@@ -384,7 +378,6 @@ class Updater:
         own += accumulate(self._recomputing, spared, recompute=True)
         others = TokenSums()
         if external:
-            self.probe.mark()
             if selection.one_by_one:
                 # If the own gradient is not finite, no group can be blamed for it.
                 blames = own.is_finite and self._has_finite_gradient()

@@ -280,6 +280,32 @@ ADOPTIONS: Final[dict[str, float]] = {
 """Every outcome of taking a neighbour's state → its cost in the neighbour's reputation."""
 
 
+class WeightsReport(msgspec.Struct, frozen=True):
+    """State of averaging in the trainer, a part of its report. Totals are counted since the
+    trainer's first start."""
+
+    fragments: int = 1
+    outer_step: int = 0
+    """Number of outer steps of the fragment with the fewest."""
+    exchanges_total: int = 0
+    solo_steps_total: int = 0
+    reverts_total: int = 0
+    """Since the process started, as are `outcomes` and `stall_seconds_total`."""
+    distance: float | None = None
+    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
+    clip_ratio: float | None = None
+    """Mean share of a partner's difference that was applied; 1 without clipping."""
+    lag: float | None = None
+    """Number of outer steps by which the last partner was behind; negative if ahead."""
+    momentum_norm: float = 0.0
+    probation: bool = False
+    outcomes: dict[str, int] = {}
+    """Number of exchanges by the gate's verdict."""
+    stall_seconds_total: float = 0.0
+    """Seconds in which training stopped for the probe and commits, plus those in which a copy may
+    have blocked the optimizer."""
+
+
 # ---- the network process's view of the replica ---------------------------------------------------
 
 

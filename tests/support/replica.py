@@ -30,12 +30,12 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.swarm.known import KnownPeers
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.network.service import WeightService
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import Answer, Losses, LossProbe
 from swarmnode.weights.trainer.outer import Tensors
+from swarmnode.weights.trainer.replica import Replica
 from swarmnode.wire.envelope import Credentials
 
 SWARM = b"\x21" * 32

@@ -130,7 +130,6 @@ def example_at(t: float) -> NodeSnapshot:
         tokens_total=steps * 256,
         tokens_per_second=212.0,
         drift=0.05,
-        gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
         learning="",
         device="cpu",
         dtype="float32",

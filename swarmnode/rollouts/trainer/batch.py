@@ -19,7 +19,7 @@ import torch
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
-from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, zero_advantage
+from swarmnode.rl.advantages import advantages, overlong_penalty, zero_advantage
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def assemble(
     for kind in sorted(set(kinds)):
         which = [i for i, each in enumerate(kinds) if each == kind]
         rewards, weights = torch.tensor([earned[i].values for i in which]), kind[1]
-        values = advantages(rewards, estimator, weights) * train_mask(rewards, estimator, weights)
+        values = advantages(rewards, estimator, weights)
         for i, row in zip(which, values, strict=True):
             per_group[i] = row
     was_cut = [cut for g in groups for cut in g.was_cut or [False] * len(g.rows)]

@@ -264,8 +264,6 @@ class CrewPolicy:
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """Take one step, as `Updater.update`.
 
-        The agreement of own and peers' gradients is not measured, since no node has all gradients.
-
         Raises:
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """

@@ -24,20 +24,20 @@ from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_checkpoints import StageInput, read_work
 from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.stages.trainer.state_exchange import StateExchange
-from swarmnode.trainer.state import Counters
-from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
 from swarmnode.weights.trainer.outer import UNDO, Tensors
+from swarmnode.weights.trainer.replica import Replica
+from swarmnode.weights.trainer.worker import AveragingCounters
 from swarmnode.wire.tensors import unpack_logprobs
 
 log = structlog.get_logger("swarmnode.crew")
 
 
-# Averaging of one stage (NoLoCo): `trainer.weights` with this stage's tensors, named as in the
-# whole model.
+# Averaging of one stage (NoLoCo): `weights.trainer.replica` with this stage's tensors, named as in
+# the whole model.
 #
 # A stage pairs with any stage or whole policy that has a block of layers in common. Corrections
 # apply right after a step, when no wave is in flight. A trained tied embedding is not averaged:
@@ -77,7 +77,7 @@ class StageAveraging(Replica, Observer):
         super().__init__(
             AveragedTensors(tensors, cfg.fragments, stage.optimizer.lock, layers),
             cfg,
-            Counters(),
+            AveragingCounters(),
             data_dir,
             send=send,
             probe=self.probe,

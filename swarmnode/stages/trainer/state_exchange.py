@@ -479,8 +479,10 @@ class CheckpointSharing:
                     step = await self._store_newest(stage, new)
                 if what == "checkpoint":
                     self._channel.post(stage, StoredMessage(self._channel.place, 0, step))
-            except PeerError:
-                pass  # the next body is announced again
+            except PeerError as error:  # the next body is announced again
+                if not isinstance(error, BadMessage):  # counted by `counting_bad_messages`
+                    reason = "timeout" if isinstance(error, PeerTimeout) else "lacking"
+                    self._channel.refused[reason] += 1
             except OSError as error:
                 log.warning("replica checkpoint not stored", stage=stage, error=str(error))
                 self._channel.refused["failed"] += 1

@@ -1,5 +1,5 @@
-"""The learner's half of averaging: the messages of `trainer/weights.py` to the network process,
-with skills for weights.
+"""The learner's half of averaging: the messages of `weights/trainer/replica.py` to the network
+process, with skills for weights.
 
 It checks the contract of `weights/network/swaps.py`: one outer step at a time, no message about a
 dropped swap, and a partner's weights exactly as the partner copied them, within some seconds.

@@ -118,7 +118,6 @@ def test_valid_values_are_saved(tmp_path, places, setting):
     [
         ("policy.devices=cpu", "policy.optim=adamw_8bit"),
         ("policy.optim=adamw_8bit", "policy.devices=mps"),
-        ("training.advantage=mc_grpo", "training.num_generations=64"),
     ],
 )
 def test_conflicting_values_are_not_saved(tmp_path, capsys, first, second):

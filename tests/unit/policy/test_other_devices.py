@@ -19,7 +19,6 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import Row
-from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.rollouts.trainer.batch import Rows, assemble, own_group
 from swarmnode.trainer import update
 from swarmnode.trainer.update import RowSelection, Updater
@@ -122,18 +121,6 @@ def test_the_cards_do_not_mix(cards):
         first + second
     with pytest.raises(RuntimeError, match="device"):
         first[torch.zeros(1, dtype=torch.long, device=second.device)]
-
-
-@pytest.mark.parametrize("names", [("cuda:0", "cuda:1"), ("lazy:0", "lazy:1")])
-def test_agreement_is_measured_over_two_cards(names):
-    with FakeTensorMode():
-        parameters = [torch.nn.Parameter(torch.zeros(3, device=name)) for name in names]
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        probe = AgreementProbe(parameters)
-        probe.mark()
-        assert probe._flat().shape == (6,)
-        assert probe.own.device == probe._flat().device
 
 
 @pytest.mark.parametrize("piece", [2, 100])

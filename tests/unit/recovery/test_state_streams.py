@@ -462,3 +462,14 @@ async def test_full_disk_is_counted(member, monkeypatch):
     await quiet()
     assert member.peer.channel.refused == {"failed": 1}
     assert not member.peer.channel.ended
+
+
+async def test_announced_body_that_does_not_arrive_is_counted(member):
+    want = await member.offer(0)
+    await member.send(0, LackMessage(member.place(0), want.request, "none"))
+    await quiet()
+    assert member.peer.channel.refused == {"lacking": 1}
+    await member.offer(0)
+    await trio.testing.wait_all_tasks_blocked()
+    await trio.sleep(SETTINGS.seconds + 1)
+    assert member.peer.channel.refused == {"lacking": 1, "timeout": 1}

@@ -9,7 +9,6 @@ from swarmnode.rl.advantages import (
     ESTIMATORS,
     advantages,
     overlong_penalty,
-    train_mask,
     zero_advantage,
 )
 
@@ -22,33 +21,6 @@ def test_grpo_divides_by_the_sample_deviation():
 def test_dr_grpo_only_subtracts_the_mean():
     result = advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "dr_grpo")
     assert torch.allclose(result, torch.tensor([[0.75, -0.25, -0.25, -0.25]]))
-
-
-def test_mc_grpo_gives_nothing_to_the_majority_and_stays_bounded():
-    # eight failures and a success: the median is a failure, so only the success is pushed
-    rewards = torch.tensor([[1.0] + [0.0] * 8])
-    result = advantages(rewards, "mc_grpo")
-    assert result[0, 1:].abs().max() == 0
-    assert 2.9 < result[0, 0] <= math.sqrt(9)
-
-
-def test_mc_grpo_keeps_the_sign_that_a_mean_would_flip():
-    # an outlier drags the mean above 0.6, which is better than most
-    rewards = torch.tensor([[0.1, 0.2, 0.3, 0.6, 5.0]])
-    assert advantages(rewards, "mc_grpo")[0, 3] > 0
-    assert advantages(rewards, "grpo")[0, 3] < 0
-
-
-def test_mc_grpo_excludes_one_completion_with_median_reward():
-    rewards = torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, 1.0], [5.0, 5.0, 5.0]])
-    mask = train_mask(rewards, "mc_grpo")
-    assert mask.tolist() == [[True, True, False], [False, True, True], [False, True, True]]
-    assert (advantages(rewards, "mc_grpo")[~mask] == 0).all()
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "gdpo"])
-def test_other_estimators_train_on_every_completion(estimator):
-    assert train_mask(torch.rand(3, 4), estimator).all()
 
 
 def test_gdpo_tells_apart_what_a_sum_makes_equal():
@@ -101,7 +73,7 @@ def test_refuses_other_shapes_and_what_is_not_finite(rewards):
 
 
 def test_refuses_an_unknown_estimator_and_names_the_known():
-    with pytest.raises(ValueError, match="mc_grpo"):
+    with pytest.raises(ValueError, match="dr_grpo"):
         advantages(torch.zeros(1, 2), "ppo")
 
 

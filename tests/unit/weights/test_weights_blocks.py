@@ -9,7 +9,6 @@ import torch
 
 from swarmnode.config import WeightsConfig
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, common, pack, unpack, within
 from swarmnode.weights.local import LocalReplica
@@ -17,6 +16,7 @@ from swarmnode.weights.messages import Here
 from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import Losses
+from swarmnode.weights.trainer.replica import Replica
 from tests.support.replica import settle
 
 LAYERS = 4

@@ -10,13 +10,13 @@ import torch
 from swarmnode.config import WeightsConfig
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.local import TensorHash
 from swarmnode.weights.trainer import codecs
 from swarmnode.weights.trainer.gate import Losses
+from swarmnode.weights.trainer.replica import Replica
 from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
 
 SESSION = b"s" * 16

@@ -2,7 +2,7 @@
 between two steps.
 
     link's thread      `receive`: queues a message or drops a swap; returns at once
-    worker's thread    slow work (`weights_worker`): copy, encode, write; read, decode, gate;
+    worker's thread    slow work (`worker`): copy, encode, write; read, decode, gate;
                        prepare the outer step
     trainer's thread   `between_steps`: probe, which needs the model ─▶ commit. It never waits for
                        the network.
@@ -34,24 +34,9 @@ import torch
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import StateError
 from swarmnode.latest import Latest
-from swarmnode.link.messages import WeightsReport
-from swarmnode.trainer.state import Counters
-from swarmnode.trainer.weights_worker import (
-    Arrival,
-    AverageMeasured,
-    AveragingWorker,
-    PayloadExamined,
-    PrepareStep,
-    ReplicaParts,
-    StateRead,
-    StepPrepared,
-    SwapTable,
-    TrainerSwap,
-    WorkerFailed,
-)
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.local import AVERAGED, writing_seconds
+from swarmnode.weights.local import AVERAGED, WeightsReport, writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer.averaged import AveragedTensors
@@ -71,6 +56,20 @@ from swarmnode.weights.trainer.outer import (
     unmoved,
 )
 from swarmnode.weights.trainer.payload_files import PayloadFiles
+from swarmnode.weights.trainer.worker import (
+    Arrival,
+    AverageMeasured,
+    AveragingCounters,
+    AveragingWorker,
+    PayloadExamined,
+    PrepareStep,
+    ReplicaParts,
+    StateRead,
+    StepPrepared,
+    SwapTable,
+    TrainerSwap,
+    WorkerFailed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class Replica:
         self,
         tensors: AveragedTensors,
         cfg: WeightsConfig,
-        counters: Counters,
+        counters: AveragingCounters,
         data_dir: Path,
         *,
         send: Callable[[local.FromTrainer], None],
@@ -143,7 +142,7 @@ class Replica:
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def set_counters(self, counters: Counters) -> None:
+    def set_counters(self, counters: AveragingCounters) -> None:
         """Store the numbers that must survive a restart in `counters`."""
         self._parts.counters = counters
         count = len(self._parts.tensors.blocks)

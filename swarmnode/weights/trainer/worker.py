@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 
 from swarmnode.errors import BadMessage
 from swarmnode.latest import Latest
-from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, blocks_of
 from swarmnode.weights.layout import Layout
@@ -34,7 +34,13 @@ from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer import codecs
 from swarmnode.weights.trainer.averaged import AveragedTensors
-from swarmnode.weights.trainer.gate import AveragingGate, Examination, Losses, norm
+from swarmnode.weights.trainer.gate import (
+    AveragingGate,
+    Examination,
+    Losses,
+    RevertMonitor,
+    norm,
+)
 from swarmnode.weights.trainer.outer import (
     OuterState,
     Prepared,
@@ -138,6 +144,23 @@ class SwapTable:
 # ---- state that both threads share ---------------------------------------------------------------
 
 
+class AveragingCounters(msgspec.Struct):
+    """Numbers of averaging that survive a restart, and those of the trainer that averaging reads or
+    raises."""
+
+    step: int = 0
+    policy_version: int = 0
+    reward_held_out: float | None = None
+    outer_clocks: list[int] = []
+    """Outer step counters, by fragment."""
+    exchanges_total: int = 0
+    solo_steps_total: int = 0
+    revert: RevertMonitor = RevertMonitor()
+    """Decides whether the latest exchanges are reverted."""
+    probation: bool = False
+    """True while the weights are a neighbour's and no exchange has confirmed them."""
+
+
 @dataclass
 class ReplicaParts:
     """State that the trainer's and the worker's thread share. Each attribute states which thread
@@ -147,7 +170,7 @@ class ReplicaParts:
     """Weights. Changed by the trainer's thread, under `tensors.lock`."""
     outer: OuterState
     """φ and δ. Changed by the trainer's thread, under `tensors.lock`."""
-    counters: Counters
+    counters: AveragingCounters
     """Changed by the trainer's thread; the outer step counters under `tensors.lock`."""
     swaps: SwapTable
     """Changed by any thread; it has its own lock."""
