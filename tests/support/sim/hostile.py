@@ -15,13 +15,10 @@ storm     good groups, up to a hundred at a time                   within the li
 
 patient   good groups for an hour, then as poet
 taker     requests everything from everyone all the time           serves nothing
-hanger    listings of large groups, and no answer to a fetch       never trained on
-late      the same listings, and `busy` after ten seconds          never trained on
-staller   no answer to a poll                                      never trained on
 clock     repeats false claims about itself, a wrong time among them
 silent    nothing: the baseline
 
-Seeds do not draw the last seven (`benchmarks.hostile`, `crowd.py`).
+Seeds do not draw the last four (`benchmarks.hostile`).
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ NEVER_TRAINED_ON = (
     "forger",
 )
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
-SLOW = ("hanger", "late", "staller")
-NOT_DRAWN = ("patient", "taker", "clock", "silent", *SLOW)
+NOT_DRAWN = ("patient", "taker", "clock", "silent")
 PATIENCE = 3600.0
 """A patient node is honest for this time."""
 MOST_SERVED = 256
@@ -82,7 +78,6 @@ MOST_SERVED = 256
 ASKING_SECONDS = 0.5
 """Interval between rounds of requests to all peers."""
 WRONG_MS = 3_600_000
-LATE_SECONDS = 10.0
 LIFE = bytes(limits.LIFE_BYTES)
 LEFT_OUT = (
     "zstd bomb",
@@ -305,9 +300,8 @@ class Hostile:
             "concurrent": 64,
             "deadline": float("inf"),
         }
-        if self.kind in ("lister", "dripper", *SLOW):
-            listing = self._list_large if self.kind in SLOW else self._list
-            serve(ids.LISTING_PROTOCOL, listing, **bounds)
+        if self.kind in ("lister", "dripper"):
+            serve(ids.LISTING_PROTOCOL, self._list, **bounds)
             serve(ids.GROUPS_PROTOCOL, self._give, **bounds)
         else:
             serve(ids.LISTING_PROTOCOL, self._list_shelf, **bounds)
@@ -338,27 +332,11 @@ class Hostile:
         ]
         return codec.encode(ListingResponse("ok", bytes(8), self._rng.randrange(2**20), claims))
 
-    async def _list_large(self, peer: str, request: bytes) -> bytes:
-        """List as many new groups as fit, each of the largest size and by an author of its own."""
-        if self.kind == "staller":
-            await trio.sleep_forever()
-        await trio.lowlevel.checkpoint()
-        now, draw = int(determinism.now() * 1000), self._rng.randbytes
-        claims = [
-            ListedGroup(draw(32), draw(32), TASKS[0], now, limits.GROUP_BYTES, limits.SPREAD)
-            for _ in range(limits.LISTED)
-        ]
-        self._shelved += len(claims)
-        return codec.encode(ListingResponse("ok", LIFE, self._shelved, claims))
-
     async def _give(self, peer: str, request: bytes) -> bytes:
-        if self.kind in ("dripper", "hanger"):
+        if self.kind == "dripper":
             await trio.sleep_forever()
         await trio.lowlevel.checkpoint()
         asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
-        if self.kind == "late":
-            await trio.sleep(LATE_SECONDS)
-            return codec.encode(GroupsResponse([GroupResponse("busy")] * len(asked.contents)))
         answers = [
             self._rng.choice(
                 (GroupResponse("unknown"), GroupResponse("ok", self._rng.randbytes(100)))
