@@ -8,16 +8,16 @@ from check_frames import (
     BYTES,
     COUNTS,
     FLOATS,
-    REGISTRY,
+    code,
     counter,
     decode,
-    digest,
     name,
     require,
     shape,
     shapes,
 )
 
+TEXT = code("04-stages.md")
 REQUESTS = shapes("crews", "offer", "propose", "heartbeat", "leave")
 ANSWERS = shapes("crews", "accept", "refuse", "alive", "noted")
 STREAM_OPEN = shape("stage_stream_open")
@@ -72,7 +72,7 @@ def check_record(record):
 
 
 def crew_id(record):
-    return digest(REGISTRY["domains"]["crew_record"].encode() + msgpack.packb(record))
+    return TEXT.crew_id(msgpack.packb(record))
 
 
 def read_stream_open(frame, given):

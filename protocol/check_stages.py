@@ -5,7 +5,9 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, FLOATS, counter, decode, require, shapes
+from check_frames import BYTES, COUNTS, FLOATS, code, counter, decode, require, shapes
+
+TEXT = code("04-stages.md")
 
 HEADERS = shapes(
     "stage",
@@ -44,7 +46,6 @@ def body_bytes(header, crew):
             require(math.isfinite(value), "not_finite")
             require(value >= 0 or field in ("loss", "entropy"))
             require(value <= 1 or field != "clip")
-    activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
     if header["type"] == "propose":
         ids = header["micro_batches"]
         require(
@@ -54,29 +55,7 @@ def body_bytes(header, crew):
         counter(*ids)
     if header["type"] == "embedding":
         require(0 <= header["first"] <= crew["vocab"] - rows)
-    return {
-        "forward": header.get("about", 0) + activations,
-        "prefill": header.get("about", 0) + activations,
-        "backward": activations,
-        "decode": 4 * rows + activations,
-        "scores": 8 * rows,
-        "tokens": 8 * rows,
-        "embedding": activations,
-    }.get(header["type"], 0)
-
-
-def block_of(hidden):
-    return next(
-        size for size in range(COUNTS["stage_activation_block"], 0, -1) if hidden % size == 0
-    )
-
-
-def hidden_bytes(codec, hidden):
-    return {
-        "float32": 4 * hidden,
-        "bfloat16": 2 * hidden,
-        "int8": hidden + 4 * (hidden // block_of(hidden)),
-    }[codec]
+    return TEXT.body_bytes(header, crew["hidden"])
 
 
 def read_body(header, body, crew):
@@ -120,7 +99,7 @@ def activations(body, header, crew, codec):
             b"".join(b"\0\0" + body[at : at + 2] for at in range(0, len(body), 2)), "f"
         )
     else:
-        block = block_of(crew["hidden"])
+        block = TEXT.int8_block(crew["hidden"])
         scales, codes = (
             numbers(body[: 4 * (count // block)], "f"),
             struct.unpack(f"<{count}b", body[4 * (count // block) :]),
@@ -214,58 +193,46 @@ def positive(*values):
 def stage_fence(crew, sender, step, place, control):
     """Return the reason why a member at `step` drops a frame from `sender`, or None (section 4).
     crew: the first half of its id, and its number of stages."""
-    ours, stage, at = place
-    if ours != crew["crew"]:
-        return "crew"
-    if stage != sender or stage >= crew["stages"]:
-        return "stage"
-    if control or at == step:
-        return None
-    return "step" if at < step else "newer"
+    kind = "commit" if control else "forward"
+    return TEXT.fence(crew["crew"], crew["stages"], sender, step, kind, place)
 
 
 def stage_route(stages, swapped, micro_batch, purpose):
     """Return [stage, part of it] of each visit of a micro-batch (section 5)."""
-    if not (swapped and purpose == "learn" and micro_batch % 2):
-        return [[stage, "all"] for stage in range(stages)]
-    middle = [[stage, "layers"] for stage in range(2, stages - 2)]
-    ends = [[stages - 1, "layers"], [stages - 2, "layers"], [stages - 1, "head"]]
-    return [[0, "embed"], [1, "layers"], [0, "layers"], *middle, *ends]
+    return [list(hop) for hop in TEXT.route(stages, swapped, micro_batch, purpose)]
 
 
 def stage_commit(step, events):
     """Return the answers of a stage that has taken `step` steps to `events` (section 9)."""
-    state = {"step": step, "attempt": 0, "missing": None, "prepared": False, "norm": 0.0}
-    return [commit_answer(state, *event) for event in events]
+    stage, norms = TEXT.Participant(step), {}
+    return [commit_answer(stage, norms, *event) for event in events]
 
 
-def commit_answer(state, event, *given):
+def commit_answer(stage, norms, event, *given):
     """Return a list of actions; ["garbage"] for a message that ends the crew."""
-    open_proposal = state["missing"] is not None
-    if event == "gradient":
-        if not open_proposal or given[0] not in state["missing"]:
-            return ["ignored"]
-        state["missing"].remove(given[0])
-        if state["missing"]:
-            return ["added"]
-        if state["norm"] is None:
-            return ["added", "acknowledge", state["attempt"], "not_finite", 0.0]
-        state["prepared"] = True
-        return ["added", "acknowledge", state["attempt"], None, state["norm"]]
-    attempt = given[0]
-    if event == "propose":
-        if open_proposal or attempt <= state["attempt"]:
-            return ["garbage"]
-        state.update(attempt=attempt, missing=set(given[1]), norm=given[2])
-        return []
-    due = state["prepared"] if event == "commit" else open_proposal
-    if not due or attempt != state["attempt"]:
+    try:
+        if event == "gradient":
+            return gradient_answer(stage, norms, given[0])
+        if event == "propose":
+            attempt, micro_batches, norms[attempt] = given
+            stage.propose(attempt, micro_batches)
+            return []
+        getattr(stage, event)(given[0])
+    except ValueError:
         return ["garbage"]
-    state.update(missing=None, prepared=False)
-    if event == "abort":
-        return ["drop"]
-    state["step"] += 1
-    return ["step", "done", attempt]
+    return ["step", "done", given[0]] if event == "commit" else ["drop"]
+
+
+def gradient_answer(stage, norms, micro_batch):
+    if not stage.accumulate(micro_batch):
+        return ["ignored"]
+    if stage.missing:
+        return ["added"]
+    norm = norms[stage.attempt]
+    if norm is None:
+        return ["added", "acknowledge", stage.attempt, "not_finite", 0.0]
+    stage.acknowledged = True
+    return ["added", "acknowledge", stage.attempt, None, norm]
 
 
 READERS = {"stage_frame": read_frame}

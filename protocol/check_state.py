@@ -5,7 +5,7 @@ import math
 import struct
 
 from check_frames import BYTES, COUNTS, counter, decode, require, shapes
-from check_stages import hidden_bytes
+from check_stages import TEXT
 
 HEADERS = shapes(
     "state", "ask", "inventory", "want", "run", "have", "chunk", "announce", "stored", "lack"
@@ -39,17 +39,13 @@ def read_message(data, crew):
         require(1 <= header["rows"] <= crew["tokens"])
         require(1 <= header["about"] <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
         size = header["about"] + (
-            header["rows"] * hidden_bytes(header["codec"], crew["hidden"]) if header["codec"] else 0
+            TEXT.activation_bytes(header["codec"], header["rows"], crew["hidden"])
+            if header["codec"]
+            else 0
         )
     require(len(body) >= size, "truncated")
     require(len(body) == size, "size")
     return {"header": header, "body": body}
-
-
-def state_bytes(shapes, form):
-    """Return the bytes of a checkpoint of tensors with these shapes (section 10)."""
-    elements = sum(math.prod(shape) for shape in shapes)
-    return 12 * elements + 4 * len(shapes) if form == "full" else 2 * elements
 
 
 def state_root(body):
@@ -70,13 +66,11 @@ def copy_plain(base, now):
         return struct.pack(f"<{len(codes)}b{len(scales)}f", *codes, *scales)
 
     own = [[rounded(max(map(abs, row)) / 127) for row in rows] for rows in (base, now)]
-    chosen = [
-        first if needed <= 1.004 * first else needed for first, needed in zip(*own, strict=True)
-    ]
+    chosen = list(map(TEXT.row_scale, *own))
     return bytes(
         a ^ b for a, b in zip(quantised(base, own[0]), quantised(now, chosen), strict=True)
     ).hex()
 
 
 READERS = {"state_message": read_message}
-DERIVATIONS = {"state_bytes": state_bytes, "state_root": state_root, "copy_plain": copy_plain}
+DERIVATIONS = {"state_bytes": TEXT.state_bytes, "state_root": state_root, "copy_plain": copy_plain}

@@ -19,7 +19,6 @@ from prometheus_client.exposition import generate_latest
 
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
-from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.weights.network.service import WeightsStatistics
@@ -142,59 +141,6 @@ def test_label_values_in_matchers_exist() -> None:
                 ), (name, label, value)
 
 
-def labels_of(expression: str) -> set[str]:
-    """Return the labels that distinguish the series of an expression, besides those fixed by its
-    matchers."""
-    if expression.startswith(("sum(", "60 * sum(")):
-        return set()
-    if grouping := re.match(
-        r"(?:60 \* )?(?:histogram_quantile\([0-9.]+, )?sum by \(([^)]*)\)", expression
-    ):
-        return {label.strip() for label in grouping.group(1).split(",")} - {"le"}
-    (name, matchers), *_ = MATCHER.findall(expression)
-    fixed = set(re.findall(r'(\w+)="', matchers))
-    return ({*FAMILIES[name].labels} | {"instance"}) - fixed
-
-
-def test_legends_distinguish_the_series_of_a_panel() -> None:
-    """On the node board the node is excluded, because the board shows one node."""
-    for path in sorted(DASHBOARDS.glob("*.json")):
-        board = json.loads(path.read_text())
-        (nodes,) = [
-            variable for variable in board["templating"]["list"] if variable["name"] == "instance"
-        ]
-        assert nodes["multi"] == nodes["includeAll"] == (path.stem != "node")
-        for panel in flat(board):
-            for target in panel.get("targets", []) if panel["type"] != "table" else []:
-                distinguished = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) | (
-                    set() if nodes["multi"] else {"instance"}
-                )
-                assert labels_of(target["expr"]) <= distinguished, (
-                    path.stem,
-                    panel["title"],
-                    target["expr"],
-                )
-
-
-def test_state_panels_name_the_current_state() -> None:
-    """A stat without names shows the 1 of `== 1`, and over a range every past state. As lines all
-    states lie at 1."""
-    found = [
-        panel
-        for panel in panels()
-        for target in panel.get("targets", [])
-        if target["expr"].endswith("== 1")
-    ]
-    assert len(found) >= 5
-    for panel in found:
-        named = (
-            panel["type"] == "stat"
-            and panel["options"]["textMode"] == "name"
-            and all(t["instant"] for t in panel["targets"])
-        )
-        assert named or panel["type"] == "state-timeline", panel["title"]
-
-
 def test_generated_files_are_up_to_date() -> None:
     for path, text in build().outputs().items():
         assert path.read_text() == text, (
@@ -244,26 +190,6 @@ def test_open_rows_have_data_on_a_plain_node() -> None:
         any(names_in([t["expr"] for t in panel["targets"]]) & without for panel in inside)
         for inside in closed.values()
     )
-
-
-def test_panels_do_not_overlap_and_have_a_description() -> None:
-    boards = [json.loads(path.read_text())["panels"] for path in DASHBOARDS.glob("*.json")]
-    for level in [
-        *boards,
-        *(row["panels"] for board in boards for row in board if row.get("panels")),
-    ]:
-        taken: set[tuple[int, int]] = set()
-        for panel in level:
-            at = panel["gridPos"]
-            cells = {
-                (x, y)
-                for x in range(at["x"], at["x"] + at["w"])
-                for y in range(at["y"], at["y"] + at["h"])
-            }
-            assert not cells & taken, panel["title"]
-            assert at["x"] + at["w"] <= 24, panel["title"]
-            assert panel["type"] == "row" or panel["description"], panel["title"]
-            taken |= cells
 
 
 def test_every_alert_is_tested_on_a_healthy_node() -> None:
@@ -423,14 +349,6 @@ def test_every_alert_has_a_test_and_a_severity() -> None:
     }
     assert raised == {rule["alert"] for rule in rules}
     assert {rule["labels"]["severity"] for rule in rules} == {"critical", "warning"}
-
-
-@needs_promtool
-def test_promtool_accepts_a_scrape() -> None:
-    for snapshot in (example(), NodeSnapshot()):
-        text = generate_latest(make_registry(lambda s=snapshot: s))
-        done = promtool("check", "metrics", stdin=text)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 @needs_promtool

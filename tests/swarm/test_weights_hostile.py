@@ -12,10 +12,9 @@ from swarmnode.p2p import identity
 from swarmnode.policy.ways import Row
 from swarmnode.weights import local
 from swarmnode.weights.fragments import pack
-from swarmnode.weights.messages import Accepted, Busy, Here, Payload, Refused, Swap
+from swarmnode.weights.messages import Accepted, Here, Refused, Swap
 from swarmnode.weights.network import discovery, swaps
 from swarmnode.weights.trainer import gate
-from swarmnode.wire import ids
 from tests.support.hosts import hosts
 from tests.support.replica import CONFIG, SWARM, averaging, identical
 from tests.support.waiting import until
@@ -105,36 +104,6 @@ async def test_false_payload_changes_no_bit(kind, tmp_path):
         assert not list((tmp_path / "0" / "weights").glob("in-*"))
 
 
-async def test_honest_partner_is_averaged_the_same_way(tmp_path):
-    async with victim_and_liar(tmp_path) as (victim, _, liar):
-        victim.due()
-        await until(lambda: victim.outcome("applied") == 1)
-        assert score(victim, liar) > 0
-
-
-async def test_false_payload_suspends_its_sender(tmp_path):
-    async with victim_and_liar(tmp_path, "nan") as (victim, liar, peer):
-        for expected in range(1, 4):
-            victim.due()
-            await until(lambda expected=expected: victim.outcome("solo") == expected)
-        assert +Counter(victim.service.statistics().judged) == {"not_finite": 1}
-        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
-        assert score(victim, peer) < -1
-
-
-async def test_flood_of_proposals_gets_one_swap(tmp_path):
-    async with victim_and_liar(tmp_path) as (victim, liar, _):
-        answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
-        assert sum(isinstance(answer, Accepted) for answer in answers) == 1
-        await until(lambda: victim.service.statistics().phase == "idle")
-        copied, dropped = (
-            [m for m in victim.to_trainer if isinstance(m, kind)]
-            for kind in (local.TakeSnapshot, local.DropSwap)
-        )
-        assert [m.session for m in copied] == [m.session for m in dropped]
-        assert len(copied) == 1
-
-
 async def test_replayed_proposal_opens_no_session(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         name = b"\x07" * 16
@@ -155,37 +124,3 @@ async def test_other_policy_is_refused_without_blame(tmp_path):
         await liar.ask(victim.network.peer_id, Here(victim.fingerprint(), 0, elsewhere.blocks))
         assert victim.candidates() == 0
         assert score(victim, peer) >= 0
-
-
-async def test_rejects_a_payload_of_another_swap(tmp_path):
-    async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        answer = await liar.ask(victim.network.peer_id, Payload(b"n" * 16))
-        assert answer == Refused(b"n" * 16, "over")
-        assert score(victim, peer) >= 0
-
-
-async def test_claimed_lead_advances_the_outer_step_by_one(tmp_path):
-    async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
-        await liar.propose(victim.network.peer_id)
-        await until(lambda: victim.outcome("applied") == 1)
-        # First a solo step, then one with the partner that is ahead.
-        assert victim.counters.outer_clocks == [3, 3]
-        await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1, liar.blocks))
-        await until(lambda: victim.service.statistics().catch_up.source == "")
-        assert victim.service.statistics().catch_up.adoptions == {}
-
-
-@pytest.mark.parametrize("data", [b"\xc1", b"\x81\xa4type\xa4swap"])
-async def test_garbage_costs_only_reputation(data, tmp_path):
-    async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        with contextlib.suppress(Exception):
-            await liar._network.requests.request(
-                victim.network.peer_id,
-                ids.WEIGHTS_PROTOCOL,
-                data,
-                deadline=5.0,
-                max_response_bytes=256,
-            )
-        assert score(victim, peer) < -1
-        victim.due()
-        await until(lambda: victim.outcome("applied") == 1)
