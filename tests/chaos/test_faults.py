@@ -165,12 +165,6 @@ def test_unexplained_error_is_a_problem():
     assert len(schedule.errors(lines, ("not saved",))) == 2
 
 
-def test_compares_held_out_reward_over_equal_steps():
-    assert schedule.mean_of(
-        [{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10
-    ) == pytest.approx(0.6)
-
-
 def test_process_hooks_set_the_clock_and_count_tasks(tmp_path):
     (tmp_path / "skew").write_text("3600")
     environment = {

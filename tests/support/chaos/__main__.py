@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.lib.report import heading, percentile, table
 from tests.support.chaos.faults import BY_NAME, FAULTS
-from tests.support.chaos.schedule import GOAL_SECONDS, ScheduleResult, mean_of, play, undisturbed
+from tests.support.chaos.schedule import GOAL_SECONDS, ScheduleResult, play
 
 
 def main() -> int:
@@ -31,15 +31,12 @@ def main() -> int:
         metavar="FAULT",
         help="these alone",
     )
-    parser.add_argument(
-        "--alone", action="store_true", help="do not run an undisturbed swarm for comparison"
-    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that file systems are unmounted
     fresh = random.SystemRandom().randrange(2**31)
     first = next(one for one in (args.seed, args.first, fresh) if one is not None)
     seeds = range(first, first + (1 if args.seed is not None else args.count))
-    return schedules(seeds, args.nodes, short=args.short, names=args.faults, alone=args.alone)
+    return schedules(seeds, args.nodes, short=args.short, names=args.faults)
 
 
 def schedules(
@@ -48,13 +45,11 @@ def schedules(
     *,
     short: bool = False,
     names: Sequence[str] = (),
-    alone: bool = False,
 ) -> int:
     """Play the schedules and print the table.
 
     Args:
         names: Names of faults, all if empty.
-        alone: Skip the comparison with a swarm without faults.
     """
     all_played = []
     for seed in seeds:
@@ -68,8 +63,6 @@ def schedules(
                 f"  replay: python -m tests.support.chaos --seed {seed} --nodes {nodes}"
                 + (" --short" if short else "")
             )
-        if not alone:
-            print_line(f"  {compared(played)}")  # print at once: a later schedule may fail
     print(
         "\n"
         + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes")
@@ -107,21 +100,6 @@ def table_of(all_played: Sequence[ScheduleResult]) -> str:
             "with a problem",
         ],
         rows,
-    )
-
-
-def compared(played: ScheduleResult) -> str:
-    """Compare held-out reward with an undisturbed swarm of the same seeds at equal steps."""
-    steps = min((max(curve, default=0) for curve in played.curves), default=0)
-    if not steps:
-        return f"seed {played.seed}: nothing to compare"
-    with tempfile.TemporaryDirectory(prefix="calm") as directory:
-        calm = mean_of(undisturbed(Path(directory), played.nodes, steps, print_line), steps)
-    ours = mean_of(played.curves, steps)
-    change = f"{100 * (ours / calm - 1):+.1f} %" if calm else "nothing learnt"
-    return (
-        f"seed {played.seed}: held-out over steps {steps // 2} to {steps}: {ours:.3f}, undisturbed"
-        f" {calm:.3f} ({change})"
     )
 
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from tests.support.chaos.faults import FAULTS, Fault
@@ -262,28 +261,3 @@ def curve(node: ChaosNode) -> dict[int, float]:
         for line in node.steps()
         if line.get("reward_held_out") is not None
     }
-
-
-def undisturbed(
-    directory: Path, nodes: int, steps: int, tell: Callable = print
-) -> list[dict[int, float]]:
-    """Return the curves of a swarm without faults, until each node has taken `steps`."""
-    with swarm_of(directory, nodes) as swarm:
-        there = lambda: all(
-            (at := report_of(node)) is not None and at.step >= steps for node in swarm.nodes
-        )
-        assert until(there, START_SECONDS + 10 * steps, 1.0), (
-            f"no {steps} steps: {[node.log()[-800:] for node in swarm.nodes]}"
-        )
-        swarm.stop()
-        curves = [curve(node) for node in swarm.nodes]
-    tell(f"undisturbed: {steps} steps, held-out {mean_of(curves, steps):.3f}")
-    return curves
-
-
-def mean_of(curves: Sequence[dict[int, float]], steps: int) -> float:
-    """Return the mean held-out reward of all nodes over the second half of `steps`. A single
-    evaluation is too noisy."""
-    return fmean(
-        value for one in curves for step, value in one.items() if steps // 2 < step <= steps
-    )

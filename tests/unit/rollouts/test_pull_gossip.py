@@ -18,7 +18,6 @@ from swarmnode.rollouts.network.shelf import POLLS_SERVED
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
-    GroupsResponse,
     ListingRequest,
     ListingResponse,
 )
@@ -397,75 +396,6 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
     assert lone.networks[0].score(honest.peer) >= 0
 
 
-@pytest.mark.parametrize(
-    ("body", "outcome", "lie"),
-    [
-        (lambda frame, other: None, "unknown", "absent"),
-        (lambda frame, other: other, "mismatch", "content"),
-        (lambda frame, other: b"\xc1" * 300, "mismatch", "content"),
-        (lambda frame, other: frame[:-1], "mismatch", "content"),
-    ],
-    ids=["unknown", "another group", "garbage", "cut"],
-)
-async def test_missing_group_is_fetched_from_another_holder(
-    lone, autojump_clock, body, outcome, lie
-):
-    liar, honest, author = Holder(lone.medium), Holder(lone.medium, seed=78), Author(SWARM, seed=79)
-    other = author.frame(author.group(99, clock()))
-    for sequence in range(4):
-        frame = await liar.add(sequence, author)
-        liar.answers[envelope.content_id(frame)] = body(frame, other)
-    await trio.sleep(20)
-    for sequence in range(4):
-        await honest.add_frame(author.frame(author.group(sequence, EPOCH)))
-    await trio.sleep(60)
-    assert lone.pulling(0).pulled[outcome] < 4
-    assert lone.pulling(0).pulled["ok"] == 4
-    assert lone.pulling(0).claims.faults.keys() == {lie}
-    assert lone.admitted_of(0, author) == 4
-    assert (lone.networks[0].score(liar.peer) < 0) is (lie == "content")
-    assert lone.networks[0].score(honest.peer) >= 0
-    assert lone.networks[0].score(author.peer) >= 0
-
-
-@pytest.mark.parametrize("silent", ["timeout", "failed", "malformed", "short"])
-async def test_unanswered_fetch_is_retried_at_another_holder(nursery, autojump_clock, silent):
-    """The liar lists first and is asked first; an honest holder lists the same groups while that
-    fetch of one group is under way, and others, which are fetched meanwhile."""
-    swarm = PullSwarm(1)
-    liar, honest, author = Holder(swarm.medium), Holder(swarm.medium, 78), Author(SWARM, seed=79)
-    swarm.medium.cut(swarm.peers[0], honest.peer)
-
-    async def fail(peer, data):
-        liar.fetched += codec.decode(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
-        await trio.sleep(1.5)
-        if silent == "timeout":
-            await trio.sleep_forever()
-        if silent == "failed":
-            raise PeerError("no")
-        return b"\xc1" * 20 if silent == "malformed" else codec.encode(GroupsResponse([]))
-
-    liar.serve_groups(fail)
-    for sequence in range(4):
-        frame = await liar.add(sequence, author)
-        await honest.add_frame(frame)
-        await honest.add(sequence)
-    await swarm.start(nursery)
-    await trio.sleep(0.5)
-    assert len(liar.fetched) == 1
-    swarm.medium.repair(swarm.peers[0], honest.peer)
-    await trio.sleep(0.5)
-    assert swarm.admitted_of(0, honest.author) == 4
-    assert swarm.admitted_of(0, author) == 3
-    await trio.sleep(20)
-    assert swarm.admitted_of(0, author) == 4
-    outcome = "malformed" if silent == "short" else silent
-    assert swarm.pulling(0).pulled == {outcome: 1, "ok": 8}
-    assert swarm.pulling(0).claims.faults == {"slow": 1}
-    assert (swarm.networks[0].score(liar.peer) < 0) is (silent in ("malformed", "short"))
-    assert swarm.networks[0].score(honest.peer) >= 0
-
-
 async def test_failed_lone_holder_is_retried_after_a_minute(nursery, autojump_clock):
     """The poll that was under way during the failure is answered without news meanwhile."""
     swarm = PullSwarm(1)
@@ -481,43 +411,6 @@ async def test_failed_lone_holder_is_retried_after_a_minute(nursery, autojump_cl
     assert holder.fetched == []
     await trio.sleep(10)
     assert swarm.admitted_of(0, holder.author) == 4
-
-
-async def test_broken_transfer_loses_no_group(autojump_clock):
-    """The first answer of a lone holder ends after `at` bytes; a minute later it answers whole."""
-
-    async def break_at(protocol, at):
-        swarm, broken = PullSwarm(1), []
-        holder = Holder(swarm.medium)
-        whole, serve = {
-            ids.LISTING_PROTOCOL: (holder.list, holder.serve_listing),
-            ids.GROUPS_PROTOCOL: (holder.give, holder.serve_groups),
-        }[protocol]
-
-        async def once(peer, data):
-            answer = await whole(peer, data)
-            if broken:
-                return answer
-            broken.append(len(answer))
-            return answer[: min(at, len(answer) - 1)]
-
-        serve(once)
-        for sequence in range(2):
-            await holder.add(sequence)
-        async with trio.open_nursery() as nursery:
-            await swarm.start(nursery)
-            await trio.sleep(75)
-            nursery.cancel_scope.cancel()
-        assert swarm.admitted_of(0, holder.author) == 2, (protocol, at)
-        counts = swarm.pulling(0)
-        counts = counts.listings if protocol == ids.LISTING_PROTOCOL else counts.pulled
-        assert counts.get("malformed") == 1, (protocol, at, counts)
-        return broken[0]
-
-    for protocol in (ids.LISTING_PROTOCOL, ids.GROUPS_PROTOCOL):
-        length = await break_at(protocol, 0)
-        for at in {*range(1, length, max(1, length // 40)), length - 1}:
-            await break_at(protocol, at)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.network.pool import Pool
@@ -228,39 +226,6 @@ def test_a_draw_repeats_with_its_seed():
         return [g.content for g in draw(filled("abcdef", 3), 5, seed=7)]
 
     assert once() == once()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcdefghij"), st.integers(0, 30_000), st.integers(0, 20)),
-        max_size=120,
-    ),
-    st.integers(0, 2**32),
-)
-def test_bounds_hold_whatever_arrives(arrivals, seed):
-    rng = random.Random(seed)
-    pool = Pool(2**20, max_groups=16)
-    version = 0
-    for number, (peer, length, step) in enumerate(arrivals):
-        pool.add(
-            external_group(peer, number, text="x" * length),
-            now=float(number),
-            policy_version=version,
-        )
-        if step == 0:
-            version += 1
-            drawn = pool.draw(4, version, float(number), rng)
-            assert len(drawn) <= 4
-        stats = pool.statistics(float(number))
-        assert stats.groups <= 16
-        assert stats.bytes <= 2**20
-        assert stats.groups == stats.added - stats.drawn - (
-            stats.evicted_full
-            + stats.evicted_peer_share
-            + stats.expired_age
-            + stats.expired_version
-        )
 
 
 def test_one_of_two_peers_fills_half_a_step():

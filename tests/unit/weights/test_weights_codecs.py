@@ -17,11 +17,6 @@ from swarmnode.weights.layout import (
     make_layout,
     payload_limit,
 )
-from swarmnode.weights.messages import (
-    Swap,
-    decode_message,
-    encode_message,
-)
 from swarmnode.weights.payload import Header, build, checksum
 from swarmnode.weights.trainer.codecs import (
     ERROR_SHARE,
@@ -267,21 +262,6 @@ def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
 
 
 # ---- layouts and messages ------------------------------------------------------------------------
-
-
-def test_any_bytes_are_a_message_or_a_bad_message():
-    rng = random.Random(0)
-    for _ in range(5000):
-        data = bytearray(encode_message(Swap(b"n" * 16, bytes(32), 3, 7)))
-        for _ in range(rng.randint(1, 4)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        assert refusal(decode_message, bytes(data)) in (
-            None,
-            "oversize",
-            "malformed",
-            "schema",
-            "bounds",
-        )
 
 
 def test_writing_a_state_needs_memory_of_one_tensor(tmp_path):

@@ -4,12 +4,10 @@ import hashlib
 import math
 import random
 
-import msgspec
 import pytest
 import torch
 
 from swarmnode.errors import BadMessage
-from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import (
     block_of,
     common,
@@ -94,47 +92,6 @@ def test_the_cut_depends_on_names_and_shapes_only():
 
 
 # ---- fingerprint ---------------------------------------------------------------------------------
-
-BASE = {
-    "swarm": b"s" * 32,
-    "base": b"b" * 32,
-    "tokenizer": b"t" * 32,
-    "layout": make_layout(LLAMA),
-    "fragments": 4,
-    "lora": None,
-}
-LORA = LoraShape(16, 32, ("k_proj", "q_proj"))
-
-
-def test_everything_that_must_agree_changes_the_fingerprint():
-    other = [
-        {"swarm": b"S" * 32},
-        {"base": b"B" * 32},
-        {"tokenizer": b"T" * 32},
-        {"fragments": 3},
-        {"lora": LORA},
-        {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},
-        *(
-            {"lora": msgspec.structs.replace(LORA, **change)}
-            for change in (
-                {"r": 8},
-                {"alpha": 16},
-                {"target_modules": ("q_proj",)},
-            )
-        ),
-    ]
-    held = [
-        {"layout": make_layout(LLAMA[1:])},
-        {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
-        {"layout": make_layout([(LLAMA[0][0], (64, 1000), "float32"), *LLAMA[1:]])},
-    ]
-    for of, differ in ((fingerprint, other), (state_fingerprint, other + held)):
-        found = {of(**BASE), *(of(**{**BASE, **change}) for change in differ)}
-        assert len(found) == len(differ) + 1
-        assert all(len(f) == 32 for f in found)
-    # whoever holds other layers of the same base is a partner for those that both hold, and no
-    # source of a state
-    assert {fingerprint(**{**BASE, **change}) for change in held} == {fingerprint(**BASE)}
 
 
 # ---- adapters ------------------------------------------------------------------------------------

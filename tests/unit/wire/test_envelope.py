@@ -23,46 +23,6 @@ GROUP = codec.decode_payload(
 )
 
 
-def is_valid(signed, domain=DOMAIN, swarm=SWARM) -> bool:
-    reason = None
-    try:
-        envelope.verify(signed, domain, swarm)
-    except BadMessage as error:
-        reason = error.reason
-    assert reason in (None, "signature")
-    return reason is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"payload": b"payloae"},
-        {"codec": "zstd"},
-        {"signature": bytes(64)},
-        {"key": b"\x01" * 32},
-    ],
-)
-def test_any_change_breaks_the_signature(changes):
-    assert not is_valid(msgspec.structs.replace(SIGNED, **changes))
-
-
-def test_signature_is_bound_to_swarm_and_domain():
-    assert not is_valid(SIGNED, swarm=frames.OTHER_SWARM)
-    assert not is_valid(SIGNED, domain=b"swarmnode/rollout/2")
-
-
-@pytest.mark.parametrize("key", frames.SMALL_ORDER_KEYS, ids=bytes.hex)
-def test_small_order_key_is_rejected(key):
-    signed = next(
-        payload
-        for payload in (b"%d" % number for number in range(1000))
-        if frames.is_forged(key, envelope._signed(payload, DOMAIN, SWARM, "raw"))
-    )
-    forged = envelope.Envelope(key=key, payload=signed, signature=frames.FORGED_SIGNATURE)
-    assert not is_valid(forged)
-    assert envelope.peer_key(envelope.peer_id(key)) is None
-
-
 @pytest.mark.parametrize(
     ("ids", "kept_as"), [(bytes(2**16), "zstd"), (random.Random(0).randbytes(2**16), "raw")]
 )
