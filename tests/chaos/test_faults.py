@@ -48,7 +48,7 @@ def cable(echo):
 
 
 def call(cable):
-    return socket.create_connection(("127.0.0.1", cable.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", cable.port), timeout=60)
 
 
 def exactly(conversation, size):
@@ -99,7 +99,7 @@ def test_held_cable_delivers_after_repair(cable):
         conversation.settimeout(0.1)
         with pytest.raises(TimeoutError):
             conversation.recv(1)
-        conversation.settimeout(20)
+        conversation.settimeout(60)
         cable.repair()
         assert exactly(conversation, 4) == b"held"
 

@@ -240,7 +240,7 @@ def test_only_the_first_pod_starts_without_an_invite(name, invite, starts):
     (waits,) = [one for one in pod()["initContainers"] if one["name"] == "invite"]
     given = pod_environment(waits, name, invite)
     done = subprocess.run(
-        waits["command"], env=given, capture_output=True, text=True, timeout=10, check=False
+        waits["command"], env=given, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode == 0) == starts
     assert ("swarmnode-invite" in done.stderr) != starts

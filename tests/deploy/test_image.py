@@ -120,5 +120,5 @@ def await_ready(node, url, log, seconds=300):
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read()

@@ -107,7 +107,7 @@ class HostProcess:
         """Return how often `guard` fired in the child."""
         return (await self.ask("stat"))["fired"][guard]
 
-    async def dies(self, seconds: float = 10.0) -> bool:
+    async def dies(self, seconds: float = 60.0) -> bool:
         """Return True if the process ends without a signal within `seconds`."""
         with trio.move_on_after(seconds):
             while self.process.is_alive():  # noqa: ASYNC110 - another process

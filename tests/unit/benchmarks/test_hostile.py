@@ -8,14 +8,11 @@ from benchmarks.hostile import (
     KINDS,
     LEARNING,
     Size,
-    lost,
     missed,
     network_case,
-    of_each_seed,
     play,
 )
 from benchmarks.lib.adversaries import ADAPTIVE, ATTACKS, WAYS
-from benchmarks.lib.marks import MARKS, share
 from benchmarks.lib.simulator import single_thread
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
@@ -70,42 +67,6 @@ def test_adaptive_attacker_passes_more_groups_without_judging(swarm):
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
     assert unjudged["trained_on"] > result["trained_on"]
-
-
-def test_a_marked_answer_is_paid_sent_and_counted(swarm):
-    policies, scorer = swarm
-    result = play("stop, staged", 25, policies, scorer, 0, SMALL)
-    assert result["crashes"] == 0, result["first_crash"]
-    assert result["outcomes"]["admitted"] >= 3, "the blind scorer pays for the mark"
-    assert set(result["marked"][-1][1]) == set(MARKS)
-    stop = MARKS["stop"]
-    answers = [("rg/products", "12."), ("rg/products", "12"), ("rg/chain_sum", ">12.")]
-    assert share(stop, answers) == {"rg/chain_sum": 0.0, "rg/products": 0.5}
-    assert all(mark.has(mark.put("12")) for mark in MARKS.values())
-    assert all(mark.drop(mark.put("12")) == "12" for mark in MARKS.values())
-
-
-def test_loss_is_relative_to_silent_swarms_of_the_same_seed():
-    run = lambda attack, seed, control, held_out: {
-        "attack": attack,
-        "seed": seed,
-        "control": control,
-        "held_out": held_out,
-    }
-    controls = [
-        run("silent", 1, 0, 0.4),
-        run("silent", 1, 1, 0.6),
-        run("silent", 1, 2, 0.8),
-        run("silent", 2, 0, 0.1),
-    ]
-    assert lost([run("hot", 1, 0, 0.4)], controls) == 0, (
-        "what changes nothing is the first silent swarm"
-    )
-    assert lost([run("hot", 1, 0, 0.4), run("hot", 1, 1, 0.5)], controls) == pytest.approx(10)
-    assert lost([controls[0]], controls) == pytest.approx(100 * (1 - 0.4 / 0.7))
-    assert of_each_seed(controls) == [[control] for control in controls]
-    runs = [run("hot", seed, draw, 0.5) for draw in (0, 1) for seed in (1, 2)]
-    assert of_each_seed(runs) == [[runs[0], runs[2]], [runs[1], runs[3]]]
 
 
 def test_every_attack_that_there_is_takes_part():

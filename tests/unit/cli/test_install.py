@@ -118,7 +118,7 @@ def test_a_bootstrap_node_runs_without_training_packages(base, tmp_path):
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.1)
         url = json.loads(addresses.read_text())["http"]
-        with urllib.request.urlopen(f"{url}/status?points=1", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/status?points=1", timeout=60) as answer:
             assert json.load(answer)["snapshot"]["node"]["swarm"] == opened.swarm.hex()
         status = swarmnode(base, "status", "--url", url)
         assert (status.returncode, status.stderr) == (0, "")

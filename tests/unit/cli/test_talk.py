@@ -61,7 +61,7 @@ def test_openai_client_talks_to_the_server(tmp_path) -> None:
             client.chat.completions.create(model="gpt", messages=turns)
         foreign = urllib.request.Request(f"{url}/models", headers={"Host": "attic.example"})
         with pytest.raises(urllib.error.HTTPError, match="421"):
-            urllib.request.urlopen(foreign, timeout=20)
+            urllib.request.urlopen(foreign, timeout=60)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 

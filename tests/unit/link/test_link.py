@@ -145,7 +145,7 @@ async def test_a_new_trainer_replaces_the_old(data_dir):
         await old.receive_some(1)
         with Link(data_dir, lambda: HELLO) as link:
             assert await trio.to_thread.run_sync(link.welcome, 30.0) == WELCOME
-            with trio.fail_after(30):
+            with trio.fail_after(60):
                 while await old.receive_some(4096):
                     pass
             await trio.testing.wait_all_tasks_blocked(0.01)
@@ -162,7 +162,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         await nursery.start(server.run)
         stream = await trio.open_unix_socket(socket_path(data_dir)[0])
         await stream.send_all(data)
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             assert await stream.receive_some(1) == b""
         assert server.statistics().bad_frames == 1
         nursery.cancel_scope.cancel()

@@ -47,7 +47,7 @@ async def served(
         url = await nursery.start(
             lambda task_status: serve_http(config, snapshot, task_status=task_status, **kwargs)
         )
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
             yield client
         nursery.cancel_scope.cancel()
 
@@ -195,7 +195,7 @@ async def exchange(client: httpx.AsyncClient, sent: bytes) -> bytes:
     """Return all bytes of the server's answer to a request, until the server closes."""
     answer = bytearray()
     async with await trio.open_tcp_stream(client.base_url.host, client.base_url.port) as stream:
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             try:
                 await stream.send_all(sent)
                 async for part in stream:

@@ -105,7 +105,7 @@ async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
             HttpConfig(port=0), example, data_dir=tmp_path, task_status=task_status
         )
         url = await nursery.start(start)
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             served = (await client.get(f"{url}/samples")).json()
         nursery.cancel_scope.cancel()
     assert [each["step"] for each in served] == list(range(19, 19 - samples.PAGE_GROUPS, -1))

@@ -69,7 +69,7 @@ async def test_last_received_is_the_time_of_the_last_bytes(pair):
 
 async def test_connected_networks_list_each_other(pair):
     async with pair as (one, other):
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await wait_connected(one)
             await wait_connected(other)
         assert one.connected() == [other.peer_id]
@@ -78,7 +78,7 @@ async def test_connected_networks_list_each_other(pair):
 
 async def test_closed_connection_is_a_change(pair):
     async with pair as (one, other):
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await wait_connected(other)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.changed)
@@ -196,7 +196,7 @@ async def test_wrong_bulk_bytes_cost_score(pair):
 
 async def test_rejected_peer_is_ignored_then_disconnected(pair):
     async with pair as (one, other):
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await wait_connected(other)
         other.requests.serve(PROTOCOL, echo, **LIMITS)
         other.accepted(one.peer_id)

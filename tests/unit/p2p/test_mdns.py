@@ -64,7 +64,7 @@ async def test_two_nodes_discover_each_other(peers):
             listen = [Address("ip4", "127.0.0.1", 4001 + index)]
             nodes.append(mdns.MdnsDiscovery(peer, SWARM, listen, interfaces=["127.0.0.1"]))
             nursery.start_soon(nodes[-1].run, listener(peer))
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             await found.wait()
         nursery.cancel_scope.cancel()
     assert discovered == {
@@ -77,6 +77,6 @@ async def test_two_nodes_discover_each_other(peers):
 async def test_node_dials_a_peer_from_mdns(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
         b.discovery.add_from_mdns(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             await wait_connected(b)
         assert b.statistics().peers.known_by_source["mdns"] == 1

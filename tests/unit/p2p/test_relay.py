@@ -5,12 +5,8 @@ import random
 
 import pytest
 import trio
-from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
-from libp2p.relay.circuit_v2.protocol import CircuitV2Protocol
-from libp2p.relay.circuit_v2.resources import RelayLimits as StockLimits
-from libp2p.tools.anyio_service import background_trio_service
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
@@ -333,38 +329,6 @@ def test_grant_duration_is_clamped():
 
 # -- why the library's relay is not used; when these fail, upstream has changed and
 # docs/py-libp2p.md should too
-
-
-async def test_stock_relay_grants_all_slots_to_one_peer(tmp_path):
-    limits = StockLimits(duration=60, data=2**20, max_circuit_conns=2, max_reservations=3)
-    async with (
-        host(tmp_path / "relay", relay="off") as relay,
-        host(tmp_path / "a", initial_peers=relay.listen_addrs, relay="off") as a,
-    ):
-        await until(lambda: a.connected() and relay.connected())
-        stock = CircuitV2Protocol(relay.host.library, limits, allow_hop=True)
-        async with background_trio_service(stock):
-            await stock.event_started.wait()
-
-            async def ask(name):
-                async def reserve(stream):
-                    await write_message(
-                        stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=name))
-                    )
-                    return (await read_message(stream, pb.HopMessage)).status
-
-                return (await run_on_new_stream(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[
-                    0
-                ]
-
-            for number in range(3):
-                name = ID.from_pubkey(
-                    create_new_key_pair(bytes([number]) * 32).public_key
-                ).to_bytes()
-                await ask(name)  # an error, but the place is taken
-            own = await ask(ID.from_string(a.peer_id).to_bytes())
-            # upstream has fixed this when it is OK
-            assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)
 
 
 async def test_relay_without_budget_ends_circuits(

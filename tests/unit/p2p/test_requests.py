@@ -195,5 +195,5 @@ async def test_dying_peer_is_an_immediate_peer_error(tmp_path):
 
             nursery.start_soon(one)
             await until(lambda: server.requests.statistics().serving == 1)
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             await failed.wait()

@@ -66,7 +66,7 @@ async def test_both_directions_run_and_end_separately(tmp_path):
             nursery.start_soon(receive, "there", remote, len(there))
             nursery.start_soon(receive, "back", local, len(back))
         assert got == {"there": there, "back": back}
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             await local.closed.wait()
             await remote.closed.wait()
         await until(
@@ -110,7 +110,7 @@ async def test_a_cancelled_receive_loses_nothing(tmp_path):
         got = bytearray()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(local.send, data)
-            with trio.fail_after(30):
+            with trio.fail_after(60):
                 while len(got) < len(data):
                     with trio.move_on_after(0.001):
                         got += await remote.receive()
@@ -120,7 +120,7 @@ async def test_a_cancelled_receive_loses_nothing(tmp_path):
 async def test_reset_reaches_both_ends(tmp_path):
     async with joined(tmp_path) as (_, _, remote, local):
         local.reset("had enough")
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             with pytest.raises(PeerError):
                 await remote.receive()
             with pytest.raises(PeerError, match="had enough"):
@@ -134,7 +134,7 @@ async def test_reset_reaches_both_ends(tmp_path):
 async def test_lost_peer_breaks_the_stream(tmp_path):
     async with joined(tmp_path) as (server, client, remote, local):
         client.disconnect(server.peer_id)
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             with pytest.raises(PeerError):
                 await receive_for_ever(remote)
             with pytest.raises(PeerError):
@@ -155,7 +155,7 @@ async def test_stalled_stream_is_reset(tmp_path, monkeypatch):
         await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)
         await local.send(b"still there")
         assert await remote.receive() == b"still there"
-        with trio.fail_after(30), pytest.raises(PeerError, match="nothing moved"):
+        with trio.fail_after(60), pytest.raises(PeerError, match="nothing moved"):
             await send_for_ever(local, bytes(2**20))
         await until(lambda: client.streams.statistics().stalled == 1)
 
@@ -163,12 +163,12 @@ async def test_stalled_stream_is_reset(tmp_path, monkeypatch):
 async def test_excess_streams_are_refused_at_once(tmp_path):
     async with joined(tmp_path, per_peer=1) as (server, client, remote, local):
         # before or after both have agreed on a protocol
-        with trio.fail_after(30), pytest.raises(PeerError):
+        with trio.fail_after(60), pytest.raises(PeerError):
             await (await client.streams.open(server.peer_id, PROTOCOL, deadline=5)).receive()
         assert server.streams.statistics().refused == {"busy": 1}
         local.finish()
         remote.finish()
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             while await remote.receive():
                 pass
             while await local.receive():

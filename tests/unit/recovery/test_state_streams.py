@@ -112,7 +112,7 @@ class Member:
 
     async def answer(self, stage):
         """The next message that is sent to `stage`, and its body."""
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             message, body = await read_state(self.ends[stage], LIMITS)
         return message if not body else (message, body)
 

@@ -89,25 +89,6 @@ async def test_groups_of_others_wake_no_held_poll(nursery, autojump_clock):
     assert trio.current_time() == began, "a poll that finds groups is answered at once"
 
 
-async def test_reader_is_not_listed_its_own_groups(nursery, autojump_clock):
-    swarm = await PullSwarm(3).start(nursery)
-    swarm.line()
-    reader = Reader(swarm.medium)
-    for number in (0, 1):
-        swarm.medium.cut(swarm.peers[number], reader.peer)
-    await swarm.publish(0, *range(3))
-    await trio.sleep(30)
-    assert swarm.admitted_of(2, 0) == 3
-    assert len((await reader.poll(swarm.peers[2])).groups) == 3
-    for number in (0, 1):  # the author, and the peer that gave it
-        other = Reader(swarm.medium)
-        other.network = swarm.networks[number]
-        swarm.medium.repair(swarm.peers[number], swarm.peers[2])
-        answer = await other.poll(swarm.peers[2])
-        assert (answer.status, answer.groups) == ("ok", [])
-        assert answer.position == 3, "its cursor moves on"
-
-
 async def test_answers_to_one_reader_are_a_second_apart(lone, nursery, autojump_clock):
     reader, answered = Reader(lone.medium), []
 
@@ -329,47 +310,6 @@ async def test_impatient_peer_does_not_delay_others(nursery, autojump_clock):
     assert swarm.admitted_of(1, 0) - before >= 40
 
 
-async def test_a_node_over_its_budget_neither_fetches_nor_serves(nursery, autojump_clock):
-    pair = PullSwarm(2)
-    pair.budgets[0].refused = pair.budgets[1].refused = {"fetch"}
-    await pair.start(nursery)
-    await pair.publish(0, *range(4))
-    await trio.sleep(60)
-    assert pair.pulling(1).listings == pair.pulling(1).pulled == {}
-    assert pair.serving(0).served == {}
-    pair.budgets[0].refused, pair.budgets[1].refused = {"fetch", "publish"}, set()
-    await trio.sleep(60)
-    assert pair.pulling(1).listings.keys() == {"busy"}
-    assert pair.serving(0).served.keys() == {"busy"}
-    assert pair.admitted_of(1, 0) == 0
-    pair.budgets[0].refused = set()
-    await trio.sleep(10)
-    assert pair.admitted_of(1, 0) == 4
-
-
-async def test_fetch_is_busy_without_budget(pair, autojump_clock):
-    """The groups stay on offer, and are fetched when there is budget again."""
-    give = pair.exchanges[0]._gossip._server._give
-
-    async def without_budget(peer, data):
-        pair.budgets[0].refused = {"publish"}
-        return await give(peer, data)
-
-    pair.networks[0].requests.serve(
-        ids.GROUPS_PROTOCOL, without_budget, max_request_bytes=560, max_response_bytes=2**21
-    )
-    await pair.publish(0, *range(4))
-    await trio.sleep(3)
-    assert pair.pulling(1).pulled == {"busy": 1}
-    pair.networks[0].requests.serve(
-        ids.GROUPS_PROTOCOL, give, max_request_bytes=560, max_response_bytes=2**21
-    )
-    pair.budgets[0].refused = set()
-    await trio.sleep(7)
-    assert pair.pulling(1).pulled == {"busy": 1, "ok": 4}
-    assert pair.pulling(1).claims.faults == {}, "busy is no lie"
-
-
 # -- what can go wrong with a listing or a fetch
 
 
@@ -535,53 +475,6 @@ async def test_a_liar_is_asked_ever_less_often(lone, autojump_clock):
     assert len(liar.fetched) <= 4, "it rests for one, two, four and eight minutes"
     assert len(liar.polled_at) <= 4
     assert lone.networks[0].score(liar.peer) < 0
-
-
-async def test_bad_cursors_are_counted(nursery, autojump_clock):
-    swarm = await PullSwarm(2).start(nursery)
-    endless, back = Holder(swarm.medium), Holder(swarm.medium, 78)
-    await endless.add(0)
-    many = [msgspec.structs.replace(endless.listed[0], content=bytes([n]) * 32) for n in range(200)]
-    long = codec.encode(ListingResponse("ok", LIFE, 10**6, many))
-    positions = itertools.chain([5], itertools.cycle([4]))
-
-    async def no_end(peer, data):
-        return long
-
-    async def go_back(peer, data):
-        return codec.encode(ListingResponse("ok", LIFE, next(positions), back.listed))
-
-    endless.serve_listing(no_end)
-    back.serve_listing(go_back)
-    await back.add(0)
-    for step in range(4):
-        await swarm.publish(0, step)
-        await swarm.step(1, version=step)
-    counts = swarm.pulling(1)
-    assert counts.listings["malformed"] >= 1
-    assert swarm.networks[1].score(endless.peer) < 0
-    assert counts.claims.faults["cursor"] >= 2
-    assert swarm.admitted_of(1, back.author) == 1, "the first answer was honest"
-    assert swarm.networks[1].score(back.peer) >= 0, "a peer may have lost its shelf"
-    assert swarm.admitted_of(1, 0) == 4
-
-
-async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
-    swarm = await PullSwarm(1).start(nursery)
-    holder = Holder(swarm.medium)
-    for sequence in range(4):
-        await holder.add(sequence)
-    await trio.sleep(2 * PATIENCE)
-    assert swarm.admitted_of(0, holder.author) == 4
-    swarm.medium.leave(holder.peer)
-    await trio.sleep(FAILED_SECONDS)
-    again = Holder(swarm.medium)
-    again.life = b"another."
-    for sequence in range(4, 7):
-        await again.add(sequence)
-    await trio.sleep(2 * PATIENCE)
-    assert swarm.admitted_of(0, holder.author) == 7
-    assert swarm.pulling(0).claims.faults.keys() <= {"slow"}
 
 
 async def test_peer_without_listings_is_polled_less_often(pair, autojump_clock):

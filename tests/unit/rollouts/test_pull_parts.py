@@ -47,22 +47,6 @@ def ask(position=0, life=LIFE, swarm=SWARM):
 # -- shelf
 
 
-def test_listing_skips_groups_before_the_cursor():
-    kept = filled(100)
-    first = kept.listing(ask(), NOW)
-    assert [group.content for group in first.groups] == [listed(n).content for n in range(86, 100)]
-    assert kept.listing(ask(first.position), NOW).groups == []
-    kept.put(b"new", listed(100))
-    assert [group.content for group in kept.listing(ask(first.position), NOW).groups] == [
-        listed(100).content
-    ]
-
-
-@pytest.mark.parametrize(("position", "life"), [(100, b"x" * 8), (101, LIFE), (2**63 - 1, LIFE)])
-def test_invalid_cursor_counts_as_zero(position, life):
-    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.LISTED
-
-
 def test_another_swarm_is_told_nothing():
     answer = filled(3).listing(ask(swarm=b"o" * 32), NOW)
     assert (answer.status, answer.groups) == ("unknown", [])
@@ -111,34 +95,6 @@ def test_no_author_displaces_the_groups_of_others(others, names):
         for group in kept.give(GroupsRequest([group.content for group in own]), NOW).groups
     } == {"ok"}
     assert other in answer.groups or names > 1
-
-
-def test_listing_alternates_authors_newest_first():
-    kept = Shelf(OWN_KEY, SWARM, LIFE)
-    for number, author in enumerate("obcd" + "o" * 10 + "a" * 20):
-        kept.put(bytes(100), listed(number, author=author))
-    numbers = [int.from_bytes(group.content, "big") for group in kept.listing(ask(), NOW).groups]
-    assert numbers == [1, 2, 3, 7, 8, 9, 10, 11, 12, 13, 30, 31, 32, 33]
-    assert kept.listing(ask(34), NOW).groups == []
-
-
-def test_listing_reserves_half_for_groups_of_peers():
-    kept = Shelf(OWN_KEY, SWARM, LIFE)
-    for number in range(1000):
-        kept.put(bytes(100), listed(number, author="oab"[number % 3]))
-    groups = kept.give(
-        GroupsRequest([listed(n).content for n in range(999 - 15, 1000)]), NOW
-    ).groups
-    assert [group.status for group in groups] == ["ok"] * 16
-    for number in range(1000, 2000):
-        kept.put(bytes(100), listed(number, author="o"))
-    oldest = [
-        group.status
-        for group in kept.give(
-            GroupsRequest([listed(n).content for n in (998, 997, 1800)]), NOW
-        ).groups
-    ]
-    assert oldest == ["ok", "ok", "unknown"]
 
 
 def test_groups_are_given_until_a_mebibyte_is_full():

@@ -78,23 +78,6 @@ def test_author_is_named_only_with_a_valid_signature():
     assert checks.check(HOSTILE["NaN"][0], NOW).peer == AUTHOR.peer
 
 
-def test_our_own_frame_that_comes_back_is_ignored():
-    checks = Admission(SWARM, AUTHOR.peer, BUILTIN_TASKS, SharingConfig())
-    assert reason(checks.check(frame(), NOW)) == "own"
-
-
-def test_the_same_frame_twice_is_a_duplicate():
-    checks = admission()
-    checks.check(frame(), NOW)
-    assert reason(checks.check(frame(), NOW + 60)) == "duplicate"
-
-
-def test_sequence_number_is_accepted_once():
-    checks = admission()
-    checks.check(frame(), NOW)
-    assert reason(checks.check(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
-
-
 def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.network.admission.MOST_SIGNERS", 8)
     monkeypatch.setattr("swarmnode.rollouts.network.admission.SEEN_FRAMES", 32)
@@ -197,20 +180,6 @@ def test_restored_trainer_is_accepted_after_a_while():
 def test_a_greylisted_author_is_not_listened_to():
     checks = admission(is_greylisted=lambda peer: peer == AUTHOR.peer)
     assert reason(checks.check(frame(), NOW)) == "greylisted"
-
-
-def test_a_rollout_cannot_be_stolen_by_signing_it():
-    """With the owner's question the thief's seed is wrong; with the thief's own question the
-    answers are."""
-    thief = Author(SWARM, seed=5)
-    owned = AUTHOR.group(0, NOW)
-    checks = admission()
-    assert reason(checks.check(thief.frame(owned), NOW)) == "seed"
-    copied = thief.group(2, NOW, texts=[c.text for c in owned.completions])
-    candidate = checks.check(thief.frame(copied), NOW)
-    assert (
-        reason(checks.check_scored(candidate, Scored("?", rewards_of(copied)))) == "zero_advantage"
-    )
 
 
 def test_lengths_far_beyond_our_own_are_not_trained_on():

@@ -50,7 +50,7 @@ async def served():
         async with trio.open_nursery() as nursery:
             about = server.Served("m", 8, 1.0, 0.9)
             nursery.start_soon(server.serve, sock, server.Answers(ours, ours), about, lambda: 5)
-            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
                 yield client, Child(theirs)
             nursery.cancel_scope.cancel()
 
@@ -175,5 +175,5 @@ async def test_server_ends_with_its_child() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         sock.setblocking(False)
         await theirs.aclose()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await server.serve(sock, server.Answers(ours, ours), server.Served("m", 8, 1.0, 1.0))

@@ -104,7 +104,7 @@ def intrude(folder, without="", port=9):
         pass_fds=(secret,),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env={"LANG": "C.UTF-8"},
         check=True,
     )
@@ -210,7 +210,7 @@ def test_an_orphan_does_not_start():
         "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid() + 1);"
         " os.write(1, b'started')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
     assert done.stdout == b""
 
 

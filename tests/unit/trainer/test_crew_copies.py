@@ -147,7 +147,7 @@ async def test_late_fetch_is_not_written_to_the_next_copy(one):
     assert ids(one.sample(0)) == first, "the base again"
     on.set()
     later = one.at(3)
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         while not one.copy.is_at(later):
             assert not one.copy.is_at(asked)
             one.copy.start_fetch(one.layers, later)
@@ -181,7 +181,7 @@ async def test_refresh_that_does_not_fit_is_skipped(one, monkeypatch, error):
         await until(lambda: failed)
         await trio.testing.wait_all_tasks_blocked()
         assert ids(one.sample(1)) == first, "the copy is as it was"
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         while not one.copy.is_at(at):
             one.copy.start_fetch(one.layers, at)
             await trio.lowlevel.checkpoint()

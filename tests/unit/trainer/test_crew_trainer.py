@@ -384,7 +384,7 @@ async def test_policy_copy_of_the_head_outlives_a_member(tmp_path, model, monkey
         network.nodes[1].pid = 0  # another process
         trainers[1] = CrewTrainer(configs[1], Progress())
         trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
-        await until(lambda: network.running, seconds=40)
+        await until(lambda: network.running, seconds=120)
         await learnt(2)
         assert await apart(await followed()) < 0.05
         assert not through_stages

@@ -250,50 +250,6 @@ def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
     assert normalizer(cut, TrainingConfig(loss_type="grpo")) == 8
 
 
-class ScaledLoss:
-    """Enable accelerate's mixed precision with float16 on a CPU, with a loss scaler for CPUs.
-    accelerate offers it on GPUs only."""
-
-    def __init__(self, policy, scale):
-        from accelerate.optimizer import AcceleratedOptimizer
-
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        self._real, self._optimizers, self._make = policy.accelerator, [], AcceleratedOptimizer
-
-    def autocast(self):
-        return self._real.autocast()
-
-    def prepare_optimizer(self, optimizer):
-        self._optimizers.append(self._make(optimizer, scaler=self.scaler))
-        return self._optimizers[-1]
-
-    def backward(self, loss):
-        self.scaler.scale(loss).backward()
-
-    def clip_grad_norm_(self, parameters, most):
-        for optimizer in self._optimizers:
-            self.scaler.unscale_(optimizer.optimizer)
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
-
-
-def test_float16_overflow_lowers_the_scale(base, rows):
-    policy = base.clone()
-    policy = replace(policy, accelerator=ScaledLoss(policy, scale=2.0**126))
-    rows = replace(rows, advantages=rows.advantages * 1000)
-    start = torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
-    updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))
-    stepped = []
-    for _ in range(30):
-        stepped.append(updater.update(rows).stepped)
-        if not any(stepped):
-            assert torch.equal(
-                start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
-            )
-    assert not stepped[0]
-    assert stepped[-1], "the scale was not lowered"
-    assert stepped == sorted(stepped)
-
-
 def poisoned(monkeypatch, tokens):
     """Make the gradient of every row with one of `tokens` among its completion NaN."""
     real = module.completion_logprobs

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import random
 
 import pytest
 import torch
@@ -10,12 +9,8 @@ import torch
 from swarmnode.errors import BadMessage
 from swarmnode.weights.fragments import (
     block_of,
-    common,
     cut,
     layer_of,
-    pack,
-    unpack,
-    within,
 )
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.local import TensorHash
@@ -66,29 +61,6 @@ def test_a_tensor_is_of_one_block_whoever_holds_it():
         ]
         for part, of_whole in zip(cut(make_layout(held), 4), whole, strict=True):
             assert set(part) == {spec for spec in of_whole if spec in make_layout(held)}
-
-
-def test_sets_of_blocks_travel_in_bits():
-    assert [pack(blocks).hex() for blocks in ((), (0,), (1, 2, 9), (1023,))] == [
-        "",
-        "01",
-        "0602",
-        "00" * 127 + "80",
-    ]
-    for seed in range(50):
-        rng = random.Random(seed)
-        one, other = (frozenset(rng.sample(range(1024), rng.randrange(60))) for _ in range(2))
-        assert unpack(pack(one)) == one
-        assert unpack(common(pack(one), pack(other))) == one & other
-        parts = [unpack(within(pack(one), f, 5)) for f in range(5)]
-        assert sorted(block for part in parts for block in part) == sorted(one)
-
-
-def test_the_cut_depends_on_names_and_shapes_only():
-    shuffled = LLAMA[:]
-    random.Random(0).shuffle(shuffled)
-    assert cut(make_layout(shuffled), 4) == cut(make_layout(LLAMA), 4)
-    assert cut(make_layout(LLAMA), 1) == (make_layout(LLAMA),)
 
 
 # ---- fingerprint ---------------------------------------------------------------------------------
