@@ -4,18 +4,7 @@ stream."""
 import math
 
 import msgpack
-from check_frames import (
-    BYTES,
-    COUNTS,
-    FLOATS,
-    code,
-    counter,
-    decode,
-    name,
-    require,
-    shape,
-    shapes,
-)
+from check_frames import BYTES, COUNTS, FLOATS, code, counter, decode, name, require, shape, shapes
 
 TEXT = code("04-stages.md")
 REQUESTS = shapes("crews", "offer", "propose", "heartbeat", "leave")
@@ -99,6 +88,4 @@ READERS = {
     "crews_request": lambda frame, domain, swarm: read_message(frame, REQUESTS),
     "crews_answer": lambda frame, domain, swarm: read_message(frame, ANSWERS),
 }
-DERIVATIONS = {
-    "crew_id": lambda record: crew_id(unhexed(record)).hex(),
-}
+DERIVATIONS = {"crew_id": lambda record: crew_id(unhexed(record)).hex()}

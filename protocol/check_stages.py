@@ -236,8 +236,4 @@ def gradient_answer(stage, norms, micro_batch):
 
 
 READERS = {"stage_frame": read_frame}
-DERIVATIONS = {
-    "stage_fence": stage_fence,
-    "stage_commit": stage_commit,
-    "stage_route": stage_route,
-}
+DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit, "stage_route": stage_route}

@@ -15,11 +15,7 @@ STATE_MANIFEST = shape("weights_state_manifest")
 def read_weights(frame, cap, shapes):
     """Read a message of 03, sections 2 and 7."""
     message = decode(frame, BYTES[cap], *shapes)
-    for field, length in (
-        ("id", "swap"),
-        ("fingerprint", "fingerprint"),
-        ("transfer", "transfer"),
-    ):
+    for field, length in (("id", "swap"), ("fingerprint", "fingerprint"), ("transfer", "transfer")):
         require(len(message.get(field, bytes(BYTES[length]))) == BYTES[length])
     require(len(message.get("root", bytes(BYTES["chunk_hash"]))) == BYTES["chunk_hash"])
     counter(message.get("outer_step", 0), message.get("size", 1) - 1, message.get("size", 1))

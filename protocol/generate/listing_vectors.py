@@ -119,10 +119,7 @@ def fetches() -> Iterator[Vector]:
     absent, later = {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}
     answer = {"groups": [group, absent, later]}
     yield accepted(
-        "a group, a missing one, and one that did not fit",
-        "groups_response",
-        pack(answer),
-        answer,
+        "a group, a missing one, and one that did not fit", "groups_response", pack(answer), answer
     )
     largest = {"groups": [{"status": "ok", "body": bytes(limits.GROUP_BYTES)}, *[absent] * 15]}
     yield accepted("as much as fits", "groups_response", pack(largest), largest)
@@ -166,12 +163,7 @@ def derivations() -> Iterator[Vector]:
             beginning,
             [*range(86, 93), *range(96, 103)],
         ),
-        (
-            "of several authors",
-            several,
-            beginning,
-            [1, 2, 3, 4, *range(11, 21)],
-        ),
+        ("of several authors", several, beginning, [1, 2, 3, 4, *range(11, 21)]),
         ("without groups that the reader made or sent", passed_on, beginning, [1]),
     ):
         given = {

@@ -144,16 +144,7 @@ def messages() -> Iterator[Vector]:
     yield rejected("oversize", "a request of 4097 bytes", bytes(4097), "neighbours_request")
     for name, message in (
         ("a response", RESPONSE),
-        (
-            "nothing",
-            {
-                **RESPONSE,
-                "peers": [],
-                "sessions": [],
-                "summaries": [],
-                "successor": b"",
-            },
-        ),
+        ("nothing", {**RESPONSE, "peers": [], "sessions": [], "summaries": [], "successor": b""}),
         (
             "32 peers, 4 sessions, 8 summaries",
             {

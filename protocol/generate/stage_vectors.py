@@ -78,13 +78,7 @@ def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
-    head = {
-        "wave": WAVE,
-        "codec": "float32",
-        "rows": ROWS,
-        "about": len(pack(about)),
-        **fields,
-    }
+    head = {"wave": WAVE, "codec": "float32", "rows": ROWS, "about": len(pack(about)), **fields}
     return joined(header("prefill", **head), pack(about) + floats(*VALUES))
 
 
@@ -102,15 +96,7 @@ def bads(*rows: tuple[str, str, bytes]) -> Iterator[Vector]:
 
 
 SMALL: list[dict[str, Any]] = [
-    header(
-        "learnt",
-        micro_batch=9,
-        loss=-0.5,
-        entropy=2.5,
-        tokens=3.0,
-        weights=2.5,
-        squares=2.25,
-    ),
+    header("learnt", micro_batch=9, loss=-0.5, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
     header("drop", wave=WAVE),
     header("failed", number=2**63 - 1, reason="not_finite"),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
@@ -146,14 +132,7 @@ def frames() -> Iterator[Vector]:
     head = header("forward", **{**forward_fields(scored), "purpose": "score"})
     told = {"header": head, "about": scored, "values": floats(*VALUES)}
     yield good("forward to score", joined(head, pack(scored) + floats(*VALUES)), told)
-    corrected = {
-        **BATCH,
-        "loss": {
-            **LOSS,
-            "loss_type": "grpo",
-            "correction": "icepop",
-        },
-    }
+    corrected = {**BATCH, "loss": {**LOSS, "loss_type": "grpo", "correction": "icepop"}}
     head = header("forward", **forward_fields(corrected))
     yield good(
         "forward with the other loss and correction",
@@ -197,12 +176,7 @@ def frames() -> Iterator[Vector]:
         codec="int8",
     )
 
-    head = {
-        "wave": WAVE,
-        "codec": "float32",
-        "rows": ROWS,
-        "about": len(pack(WAVE_ABOUT)),
-    }
+    head = {"wave": WAVE, "codec": "float32", "rows": ROWS, "about": len(pack(WAVE_ABOUT))}
     yield good(
         "prefill",
         prefill(),
@@ -303,11 +277,7 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("schema", "no normalizer", "loss.normalizer", None)
     yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
     yield batch("shape", "one id short", "completion_ids", ids(3, 4))
-    yield bad(
-        "shape",
-        "rows beyond the description",
-        learn(values=floats(*VALUES[:8]), rows=2),
-    )
+    yield bad("shape", "rows beyond the description", learn(values=floats(*VALUES[:8]), rows=2))
     yield batch("shape", "one log-probability short", "loss.sampler_logprobs", floats(-0.5, -1.0))
     yield batch(
         "shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0)
@@ -481,12 +451,7 @@ COMMITS: dict[str, list[list[Any]]] = {
     "an abort after the acknowledgement": [["propose", 1, [1], 0.5], ["gradient", 1], ["abort", 1]],
     "a commit before all gradients are here": [["propose", 1, [1], 0.5], ["commit", 1]],
     "a commit of another attempt": [["propose", 3, [1], 0.5], ["gradient", 1], ["commit", 2]],
-    "a commit twice": [
-        ["propose", 1, [1], 0.5],
-        ["gradient", 1],
-        ["commit", 1],
-        ["commit", 1],
-    ],
+    "a commit twice": [["propose", 1, [1], 0.5], ["gradient", 1], ["commit", 1], ["commit", 1]],
     "a commit without a proposal": [["commit", 0]],
     "an abort without a proposal": [["abort", 0]],
     "an abort of another attempt": [["propose", 3, [1], 0.5], ["abort", 2]],

@@ -50,16 +50,8 @@ GOOD: list[dict[str, Any]] = [
 
 
 COPIES = (
-    (
-        "a copy of unchanged weights",
-        [[0.5, -1.984375], [0.0, 0.0]],
-        [[0.5, -1.984375], [0.0, 0.0]],
-    ),
-    (
-        "a copy of weights changed within their row's scale",
-        [[0.5, -1.984375]],
-        [[0.515625, -1.25]],
-    ),
+    ("a copy of unchanged weights", [[0.5, -1.984375], [0.0, 0.0]], [[0.5, -1.984375], [0.0, 0.0]]),
+    ("a copy of weights changed within their row's scale", [[0.5, -1.984375]], [[0.515625, -1.25]]),
     (
         "a copy of rows beyond their scale",
         [[0.5, -1.984375], [0.0, 0.0]],

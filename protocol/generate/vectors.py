@@ -693,11 +693,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
             "Polls and fetches, which groups a listing has, and listings that contradict their"
             " groups."
         ),
-        (
-            listing_vectors.polls,
-            listing_vectors.fetches,
-            listing_vectors.derivations,
-        ),
+        (listing_vectors.polls, listing_vectors.fetches, listing_vectors.derivations),
     ),
     "neighbours": (
         "Requests and responses of the neighbours protocol.",
@@ -708,21 +704,14 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         (manifest_vectors.manifests,),
     ),
     "sessions": ("Sessions, signed for the swarm of this file.", (neighbour_vectors.sessions,)),
-    "summaries": (
-        "Summaries, signed for the swarm of this file.",
-        (neighbour_vectors.summaries,),
-    ),
+    "summaries": ("Summaries, signed for the swarm of this file.", (neighbour_vectors.summaries,)),
     "bulk": (
         "Manifests of transfers, requests for chunks, and roots.",
         (bulk_vectors.messages, bulk_vectors.roots),
     ),
     "weights": (
         "Messages of a swap, states and their manifests, and values derived from names and shapes.",
-        (
-            weight_vectors.messages,
-            weight_vectors.states,
-            weight_vectors.derivations,
-        ),
+        (weight_vectors.messages, weight_vectors.states, weight_vectors.derivations),
     ),
     "stages": (
         (
@@ -740,18 +729,11 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     ),
     "crews": (
         "Messages of members' network processes, records of crews, and openings of streams.",
-        (
-            crew_vectors.messages,
-            crew_vectors.streams,
-            crew_vectors.derivations,
-        ),
+        (crew_vectors.messages, crew_vectors.streams, crew_vectors.derivations),
     ),
     "state": (
         "Messages with the state of stages between members of a crew, and their lengths.",
-        (
-            state_vectors.messages,
-            state_vectors.derivations,
-        ),
+        (state_vectors.messages, state_vectors.derivations),
     ),
     "admission": (
         "Admission of a fetched group, up to the rules that need a scorer.",

@@ -137,11 +137,7 @@ def derivations() -> Iterator[Vector]:
         }
         output = edge_rank(bucket, PEER, OTHER_PEER, swarm).hex()
         yield derived(name, "edge_rank", given, output)
-    adapters = (
-        None,
-        LoraShape(8, 16, ("k_proj", "q_proj")),
-        LoraShape(8, 16, ("all-linear",)),
-    )
+    adapters = (None, LoraShape(8, 16, ("k_proj", "q_proj")), LoraShape(8, 16, ("all-linear",)))
     for number, adapter in enumerate(adapters):
         plain = (
             None if adapter is None else [adapter.r, adapter.alpha, list(adapter.target_modules)]

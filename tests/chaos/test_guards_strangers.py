@@ -8,14 +8,7 @@ import pytest
 import trio
 
 from tests.support.host_process import guarded, processes
-from tests.support.strangers import (
-    MB,
-    flood,
-    garbage,
-    raising_handlers,
-    stranger,
-    streams,
-)
+from tests.support.strangers import MB, flood, garbage, raising_handlers, stranger, streams
 
 STEPS_IN = {
     "window_overrun": flood,

@@ -14,13 +14,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from protocol.generate import (
-    crew_vectors,
-    frames,
-    stage_vectors,
-    state_vectors,
-    task_vectors,
-)
+from protocol.generate import crew_vectors, frames, stage_vectors, state_vectors, task_vectors
 from protocol.generate.stage_vectors import answers
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
@@ -498,10 +492,9 @@ def test_decoders_agree_on_mutated_frames(check):
         frame = frames.sealed(bytes(payload))
         ours = judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
         theirs = check.judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
-        assert (ours["verdict"], ours.get("value")) == (
-            theirs["verdict"],
-            theirs.get("value"),
-        ), payload.hex()
+        assert (ours["verdict"], ours.get("value")) == (theirs["verdict"], theirs.get("value")), (
+            payload.hex()
+        )
         accepted += ours["verdict"] == "accept"
     assert 100 < accepted < 3900  # mutations are neither all valid nor all invalid
 

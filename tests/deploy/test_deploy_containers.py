@@ -164,11 +164,7 @@ def test_pod_may_drain_and_load_slowly():
     assert {
         name: container[name]["httpGet"]["path"]
         for name in ("startupProbe", "livenessProbe", "readinessProbe")
-    } == {
-        "startupProbe": "/healthz",
-        "livenessProbe": "/healthz",
-        "readinessProbe": "/readyz",
-    }
+    } == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= STARTUP_SECONDS
 

@@ -32,10 +32,7 @@ def main() -> None:
     parser.add_argument("targets", choices=sorted(TARGETS), nargs="+", metavar="target")
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument(
-        "--seconds",
-        type=int,
-        default=0,
-        help="stop after this many seconds; 0 is no limit",
+        "--seconds", type=int, default=0, help="stop after this many seconds; 0 is no limit"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=8192, help="bytes of an input")

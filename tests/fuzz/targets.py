@@ -194,10 +194,7 @@ def stream_open(data: bytes) -> None:
     """Feed the opening message of a crew stream to the second stage, from the holder of the first
     stage."""
     members = StreamPeers(CREW, 1, ("a", "b", "c"))
-    assert stream_refusal(members, "a", strict.decode(data, StreamOpen)) in (
-        "",
-        *STREAM_REFUSALS,
-    )
+    assert stream_refusal(members, "a", strict.decode(data, StreamOpen)) in ("", *STREAM_REFUSALS)
 
 
 def signed(payload: bytes) -> bytes:

@@ -133,9 +133,7 @@ def test_doctor_reports_the_nat_class(tmp_path):
         assert probe(net, "open") == DialBackFacts("public", "5.5.5.6", 0)
 
 
-def test_nodes_recover_when_the_router_changes_its_address(
-    tmp_path,
-):
+def test_nodes_recover_when_the_router_changes_its_address(tmp_path):
     with swarm(tmp_path, ("preserving", "fully-random")) as (net, _, relay, a, b):
         exchange(a, b)
         assert a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.11"

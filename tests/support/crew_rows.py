@@ -73,8 +73,7 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
         own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0]),
     )
     assembled = assemble(
-        [own, replace(other, peer="someone", weights=[1.0, 0.5, 0.25, 1.0])],
-        "grpo",
+        [own, replace(other, peer="someone", weights=[1.0, 0.5, 0.25, 1.0])], "grpo"
     )
     learn = [
         LearnRow(

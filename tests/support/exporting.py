@@ -9,9 +9,4 @@ from swarmnode.trainer import export as child
 
 
 def export(config: Config, target: Path, merge: bool) -> child.ExportRecord:
-    return child.export(
-        config.policy,
-        config.node.data_dir / "trainer",
-        target,
-        merge,
-    )
+    return child.export(config.policy, config.node.data_dir / "trainer", target, merge)

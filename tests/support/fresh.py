@@ -26,10 +26,7 @@ ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
 LIMIT_SECONDS = 1800.0
 """A command takes a tenth of this on two idle cores."""
 
-BOOKWORM = [
-    "make demo",
-    "make test TESTS='tests/unit/wire tests/unit/tasks/test_generation.py'",
-]
+BOOKWORM = ["make demo", "make test TESTS='tests/unit/wire tests/unit/tasks/test_generation.py'"]
 TRIXIE = [
     "python3 -m venv /opt/node",
     "/opt/node/bin/pip install -q --no-deps -r requirements/bootstrap.txt .",

@@ -237,12 +237,7 @@ def example_at(t: float) -> NodeSnapshot:
             sent={"frames": steps * 58_000, "state": steps // 20 * 2**20},
             throttled_seconds=0.5,
         ),
-        events={
-            "formed": 1,
-            "running": 2,
-            "broken": 1,
-            "proposed": 1,
-        },
+        events={"formed": 1, "running": 2, "broken": 1, "proposed": 1},
         recoveries=recoveries.statistics(),
         sources={"neighbour": 1},
     )
@@ -345,12 +340,7 @@ def example_at(t: float) -> NodeSnapshot:
             candidates=2,
             exchange_seconds=steps * 0.02,
             received_bytes=steps // 14 * 41_000,
-            outcomes={
-                "applied": steps // 15,
-                "solo": 1,
-                "busy": steps // 40,
-                "failed": 2,
-            },
+            outcomes={"applied": steps // 15, "solo": 1, "busy": steps // 40, "failed": 2},
             failures={"timeout": 1, "hash": 1},
             judged={"accepted": steps // 15, "clipped": 2},
             catch_up=CatchUpStatistics(adoptions={"adopted": 1}, served=1),

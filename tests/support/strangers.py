@@ -71,16 +71,7 @@ async def vanish(address, rng):
         await stream.send(os.urandom(200_000))
 
 
-ATTACKS = [
-    garbage,
-    half_handshake,
-    odd_frames,
-    flood,
-    streams,
-    raising_handlers,
-    grafts,
-    vanish,
-]
+ATTACKS = [garbage, half_handshake, odd_frames, flood, streams, raising_handlers, grafts, vanish]
 
 
 async def stranger(address, seed):

@@ -14,10 +14,7 @@ from typing import Any, TypeVar
 import psutil
 
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.stages.trainer.stage_checkpoints import (
-    CHECKPOINTS,
-    find_checkpoints,
-)
+from swarmnode.stages.trainer.stage_checkpoints import CHECKPOINTS, find_checkpoints
 from tests.support.forked_node import runs
 
 T = TypeVar("T")

@@ -10,12 +10,7 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.bulk import BulkSource, MemorySink, serving
 from swarmnode.p2p.stream_calls import LENGTH, frame, read_frame
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import (
-    BulkManifest,
-    BulkManifestResponse,
-    BulkRequest,
-    BulkResponse,
-)
+from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkRequest, BulkResponse
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 

@@ -154,9 +154,7 @@ async def meet(first, second):
     return before
 
 
-async def test_averages_only_equal_layers_of_another_crew(
-    tmp_path,
-):
+async def test_averages_only_equal_layers_of_another_crew(tmp_path):
     async with stages(tmp_path, [(1, 1), (2, 1), (1, 0)]) as holders:
         first, second, head = holders
         # The tied embedding is at both ends of a crew. Averaged at only one end, its copies would

@@ -133,11 +133,7 @@ async def running(made):
 def ask(stranger, node, message):
     data = message if isinstance(message, bytes) else encode_message(message)
     return stranger.requests.request(
-        node.network.peer_id,
-        ids.CREWS_PROTOCOL,
-        data,
-        deadline=5,
-        max_response_bytes=MESSAGE_BYTES,
+        node.network.peer_id, ids.CREWS_PROTOCOL, data, deadline=5, max_response_bytes=MESSAGE_BYTES
     )
 
 

@@ -302,14 +302,7 @@ async def test_stranger_gets_no_stream(tmp_path):
         await refused(networks[1], networks[2].peer_id, opening(ca))  # ca has no crew
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\xc1",
-        bytes(513),
-        msgspec.msgpack.encode({"crew": b"c" * 32}),
-    ],
-)
+@pytest.mark.parametrize("data", [b"\xc1", bytes(513), msgspec.msgpack.encode({"crew": b"c" * 32})])
 async def test_malformed_message_costs_reputation(tmp_path, data):
     async with crew(tmp_path) as (networks, (_, b), _, _):
         await refused(networks[0], networks[1].peer_id, data)

@@ -266,11 +266,7 @@ def test_too_large_model_exits_75_with_an_estimate(tmp_path):
 
 def test_unreachable_bootstrap_warns_and_the_node_trains(tmp_path):
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
-    result = run_until_exit(
-        tmp_path,
-        f'network.initial_peers=["{dead}"]',
-        "training.max_steps=5",
-    )
+    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5")
     assert result.returncode == 0, result.stderr
     warnings = [
         line

@@ -96,8 +96,7 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
         assert status(asks)["node"]["swarm"] in invite
         command("manifest", "follow", "-d", str(asks.directory))
         until(
-            lambda: has_moved(asks, swarm),
-            f"b trains with the successor: {asks.last_log_line()}",
+            lambda: has_moved(asks, swarm), f"b trains with the successor: {asks.last_log_line()}"
         )
         for node in nodes:
             restarts = status(node)["supervisor"]["restarts"]

@@ -109,11 +109,7 @@ def test_doctor_judges_training_by_the_model(printed, levels):
 
 @pytest.mark.parametrize(
     ("parameters", "whole", "adapter"),
-    [
-        (134_515_008, 1e-5, 5e-4),
-        (1.54e9, 3e-6, 1.5e-4),
-        (7.6e9, 1.3e-6, 6.7e-5),
-    ],
+    [(134_515_008, 1e-5, 5e-4), (1.54e9, 3e-6, 1.5e-4), (7.6e9, 1.3e-6, 6.7e-5)],
 )
 def test_rate_falls_with_the_root_of_the_size(parameters, whole, adapter):
     rate = model_defaults.learning_rate

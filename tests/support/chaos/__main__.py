@@ -40,11 +40,7 @@ def main() -> int:
 
 
 def schedules(
-    seeds: Sequence[int],
-    nodes: int,
-    *,
-    short: bool = False,
-    names: Sequence[str] = (),
+    seeds: Sequence[int], nodes: int, *, short: bool = False, names: Sequence[str] = ()
 ) -> int:
     """Play the schedules and print the table.
 

@@ -216,11 +216,7 @@ def apply_fault(crew: ChaosCrew, fault: Fault) -> Outcome:
     least = min(steps.values())
     newest = max(steps.values())
     try:
-        until(
-            lambda: crew.at(newest + 1, former if kills else ""),
-            crew.story,
-            WHOLE_SECONDS,
-        )
+        until(lambda: crew.at(newest + 1, former if kills else ""), crew.story, WHOLE_SECONDS)
     except AssertionError as error:
         return Outcome(fault, None, (str(error),))
     seconds = time.monotonic() - began

@@ -62,13 +62,7 @@ class RequestBulk:
         return manifest
 
     async def fetch(
-        self,
-        peer: str,
-        transfer: bytes,
-        manifest: BulkManifest,
-        sink: BulkSink,
-        *,
-        deadline: float,
+        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float
     ) -> None:
         if sink.size != manifest.size:
             raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")

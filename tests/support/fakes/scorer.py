@@ -10,13 +10,7 @@ import trio
 from swarmnode.tasks import builtin, chat, dataset, own
 from swarmnode.tasks.client import prepare
 from swarmnode.tasks.episodes import EpisodeTask, Player
-from swarmnode.tasks.frames import (
-    CompletionText,
-    Scored,
-    ScoreError,
-    ScorerFailed,
-    TaskUnknown,
-)
+from swarmnode.tasks.frames import CompletionText, Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.registry import TASKS, TaskSpec
 from swarmnode.tasks.scorer import GymTask, judge

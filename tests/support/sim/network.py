@@ -200,12 +200,7 @@ class SimNetwork(PeerScores):
             clock=clock,
         )
         self.discovery = Discovery(
-            self.peers,
-            self.reputation,
-            None,
-            data_dir / "peers.json",
-            bootstrap,
-            dialer.wake,
+            self.peers, self.reputation, None, data_dir / "peers.json", bootstrap, dialer.wake
         )
         self.manager = ConnectionManager(
             SimHost(self, nursery),

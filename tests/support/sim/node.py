@@ -168,13 +168,7 @@ class Node:
         )
         port = TrainerPort(Welcome(self.peer, self.swarm), TrainerWatch(), rollouts, weights, crew)
         life = Life(
-            nursery.cancel_scope,
-            network,
-            rollouts,
-            weights,
-            meter,
-            port,
-            began=trio.current_time(),
+            nursery.cancel_scope, network, rollouts, weights, meter, port, began=trio.current_time()
         )
         network.neighbours.own_summary = lambda created_at: Summary(
             self.name,

@@ -4,14 +4,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.hostile import (
-    KINDS,
-    LEARNING,
-    Size,
-    missed,
-    network_case,
-    play,
-)
+from benchmarks.hostile import KINDS, LEARNING, Size, missed, network_case, play
 from benchmarks.lib.adversaries import ADAPTIVE, ATTACKS, WAYS
 from benchmarks.lib.simulator import single_thread
 from swarmnode.config import PolicyConfig

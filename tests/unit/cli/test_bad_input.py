@@ -98,12 +98,7 @@ WRITES = [
     "config set node.name=other",
     "rollback 3",
 ]
-READS = [
-    "config show",
-    "status",
-    "pause",
-    "task try builtin/copy --no-sample",
-]
+READS = ["config show", "status", "pause", "task try builtin/copy --no-sample"]
 
 
 @pytest.mark.parametrize(

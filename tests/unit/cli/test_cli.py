@@ -326,16 +326,13 @@ def test_saved_settings_are_overridden_in_order(home, capsys, monkeypatch):
         assert cli.run(["config", "set", setting, "-d", str(node)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"saved in {node / 'config.toml'}"
     values = shown(capsys, "-d", node)
-    assert values["node.name"] == {
-        "value": "bob smith",
-        "origin": str(node / "config.toml"),
-    }
+    assert values["node.name"] == {"value": "bob smith", "origin": str(node / "config.toml")}
     assert values["node.quiet_hours"]["value"] == "22:00-07:00"
     assert values["network.listen_addrs"]["value"] == ["/ip4/0.0.0.0/tcp/9512"]
-    assert (
-        values["policy.lora.r"]["value"],
-        values["training.learning_rate"]["value"],
-    ) == (8, 1e-5)
+    assert (values["policy.lora.r"]["value"], values["training.learning_rate"]["value"]) == (
+        8,
+        1e-5,
+    )
     (home / "named.toml").write_text('[node]\nname = "named"\n')
     assert shown(capsys, "-d", node, "-c", home / "named.toml")["node.name"]["value"] == "named"
     monkeypatch.setenv("SWARMNODE_NODE_NAME", "environment")

@@ -68,11 +68,7 @@ def test_lost_block_goes_to_the_spare_after_waiting():
     offers = without(four(9, 9, 9, 9), "d", spare=offer())
     assert plan(offers, 9.0) is None
     found = plan(offers, 10.0)
-    assert (found.record.step, found.lost, members(found)) == (
-        9,
-        (3,),
-        ("a", "b", "c", "spare"),
-    )
+    assert (found.record.step, found.lost, members(found)) == (9, (3,), ("a", "b", "c", "spare"))
     assert plan(without(offers, "spare"), 99.0) is None, "no room"
 
 

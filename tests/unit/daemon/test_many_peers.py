@@ -152,9 +152,7 @@ class Node:
         return status_json(self.observer.snapshot(), History())
 
 
-async def test_cost_per_peer_is_constant(
-    tmp_path,
-):
+async def test_cost_per_peer_is_constant(tmp_path):
     key = identity.load_or_create(tmp_path / "identity.key")
     async with open_host(
         NetworkConfig(mdns=False, relay="off"), key, tmp_path, swarm=SWARM

@@ -231,8 +231,7 @@ def test_one_node_per_data_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff"],
+    "line", [b"", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff"]
 )
 def test_invalid_progress_lines_are_ignored(line):
     assert parse_progress(line) is None

@@ -119,9 +119,7 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     monkeypatch.setattr(module, "NOTIFY_SECONDS", 0.02)
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     supervisor = Supervisor(
-        config.node.data_dir,
-        config.model_dump_json,
-        {"network": "notified_child"},
+        config.node.data_dir, config.model_dump_json, {"network": "notified_child"}
     )
     received = []
     with trio.fail_after(120):

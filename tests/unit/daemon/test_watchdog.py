@@ -31,9 +31,7 @@ def test_deadline_is_startup_floor_or_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
-def test_reloading_process_gets_the_startup_deadline(
-    watchdog,
-):
+def test_reloading_process_gets_the_startup_deadline(watchdog):
     watchdog.progressed(5.0, None, "loading model")
     watchdog.progressed(6.0, 1.0, "training")
     watchdog.exited(7.0, -9)

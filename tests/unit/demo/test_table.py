@@ -114,11 +114,7 @@ def test_shows_the_first_held_out_answer_before_and_after(tmp_path):
     for file, answer in zip(files, ['{"age": 34}', "{}"], strict=True):
         file.write_bytes(file.read_bytes() + sample(12, answer, 1.0))
     assert answers(nodes) == "\n".join(
-        [
-            first,
-            'node0 now  {"age": 34}  (reward 1.00)',
-            "node1 now  {}  (reward 1.00)",
-        ]
+        [first, 'node0 now  {"age": 34}  (reward 1.00)', "node1 now  {}  (reward 1.00)"]
     ).replace("question  ", "question   ").replace("before    ", "before     ")
 
 
@@ -134,12 +130,7 @@ def test_a_row_of_a_crew_fits_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("exit_code", "answered", "phase"),
-    [
-        (None, False, "starting"),
-        (None, True, "no answer"),
-        (1, True, "down"),
-        (1, False, "down"),
-    ],
+    [(None, False, "starting"), (None, True, "no answer"), (1, True, "down"), (1, False, "down")],
 )
 def test_node_is_down_only_after_its_process_ended(tmp_path, exit_code, answered, phase):
     one = node(tmp_path, "node0")

@@ -36,10 +36,7 @@ def test_a_good_run_has_no_failure():
     [
         ({"formed_at": None}, "the crew formed after –"),
         ({"nodes": [NodeSnapshot()]}, "took 0 steps"),
-        (
-            {"rise": Rise(0.02, 0.01, 0.08, 0.03)},
-            "held-out reward 0.020 ± 0.010 → 0.080 ± 0.030",
-        ),
+        ({"rise": Rise(0.02, 0.01, 0.08, 0.03)}, "held-out reward 0.020 ± 0.010 → 0.080 ± 0.030"),
         ({"rise": Rise(0.02, 0.01)}, "held-out reward 0.020 ± 0.010 → –"),
         ({"kills": []}, "killed 0 stages"),
         (

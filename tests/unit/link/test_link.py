@@ -90,10 +90,7 @@ async def test_draw_does_not_block_the_step(data_dir):
 async def test_crew_messages_go_both_ways(data_dir):
     recorder, received = Recorder(), []
     offering = TrainerOffer(
-        b"m" * 32,
-        2e9,
-        1e12,
-        ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
+        b"m" * 32, 2e9, 1e12, ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1))
     )
     status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)
     server = LinkServer(data_dir, recorder)

@@ -88,11 +88,7 @@ def test_lone_or_paused_node_reports_no_unshared_groups() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        ("update", "not_finite"),
-        ("question", "no_question"),
-        ("message", "link_full"),
-    ],
+    [("update", "not_finite"), ("question", "no_question"), ("message", "link_full")],
 )
 def test_mostly_dropped_for_a_fault_is_reported(kind: str, reason: str) -> None:
     most, half = DropCounts(19, {reason: 20}), DropCounts(20, {reason: 20})

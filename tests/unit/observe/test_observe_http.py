@@ -92,10 +92,7 @@ async def test_readyz_lists_the_reasons() -> None:
     async with served(lambda: ready) as client:
         later = await client.get("/readyz")
         alive = await client.get("/healthz")
-    assert (early.status_code, early.json()["reasons"]) == (
-        503,
-        ["the policy is not loaded yet"],
-    )
+    assert (early.status_code, early.json()["reasons"]) == (503, ["the policy is not loaded yet"])
     assert (later.status_code, later.json()) == (200, {"ok": True, "reasons": []})
     assert alive.status_code == 200
 

@@ -11,14 +11,7 @@ import structlog
 
 from swarmnode.config import LogConfig
 from swarmnode.observe.logfile import LogTail, log_file
-from swarmnode.observe.logs import (
-    BURST,
-    MAX_TEXT,
-    NOISY,
-    REFILL_SECONDS,
-    NoiseFilter,
-    configure,
-)
+from swarmnode.observe.logs import BURST, MAX_TEXT, NOISY, REFILL_SECONDS, NoiseFilter, configure
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,7 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
-from swarmnode.p2p.autonat import (
-    AUTONAT,
-    MAX_VOTES,
-    VOTE_SECONDS,
-    Votes,
-)
+from swarmnode.p2p.autonat import AUTONAT, MAX_VOTES, VOTE_SECONDS, Votes
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until

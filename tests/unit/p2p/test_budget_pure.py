@@ -60,12 +60,7 @@ def test_upload_debt_stops_only_uploads():
     b.observe(2_000_000, 0, NOON)
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["fetch"]
     assert paused(b, NOON) == []
-    assert b.statistics(NOON).refused == {
-        "publish": 1,
-        "serve": 1,
-        "relay": 1,
-        "fetch": 0,
-    }
+    assert b.statistics(NOON).refused == {"publish": 1, "serve": 1, "relay": 1, "fetch": 0}
     assert b.allows("publish", NOON + 11)
 
 

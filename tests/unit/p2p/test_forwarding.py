@@ -67,9 +67,7 @@ async def test_restarted_router_is_asked_again(autojump_clock):
         assert node.checks == 2
 
 
-async def test_new_public_address_is_mapped_at_once(
-    autojump_clock,
-):
+async def test_new_public_address_is_mapped_at_once(autojump_clock):
     async with home() as node:
         await trio.sleep(100)
         node.seen = ExternalView()  # the line is down

@@ -23,10 +23,7 @@ async def handler_that_raises(address):
         await trio.sleep(0.2)
 
 
-KILLERS = {
-    "transport": mplex_name_that_is_not_text,
-    "handler_failed": handler_that_raises,
-}
+KILLERS = {"transport": mplex_name_that_is_not_text, "handler_failed": handler_that_raises}
 
 
 @pytest.mark.parametrize("guard", KILLERS)

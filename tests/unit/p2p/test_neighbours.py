@@ -236,8 +236,7 @@ async def test_a_successor_that_a_peer_knows_is_reported_with_the_peer(swarm):
 
     theirs = seal_summary(summary(), OTHER_KEY, SWARM)
     node = make_node(
-        Wire({OTHER_PEER: response(theirs, swarm=swarm, successor=b"\x66" * 32)}),
-        clock=lambda: NOW,
+        Wire({OTHER_PEER: response(theirs, swarm=swarm, successor=b"\x66" * 32)}), clock=lambda: NOW
     )
     node.on_successor = note
     await node.ask(OTHER_PEER)
@@ -301,11 +300,7 @@ def started(at, name=1):
 
 @pytest.mark.parametrize(
     ("key", "name", "issued"),
-    [
-        (KEY, 1, 3000),
-        (KEY, 2, 1000),
-        (OTHER_KEY, 2, 3000),
-    ],
+    [(KEY, 1, 3000), (KEY, 2, 1000), (OTHER_KEY, 2, 3000)],
     ids=["its own", "replayed by a liar", "of another key"],
 )
 def test_other_sessions_are_no_duplicates(key, name, issued):

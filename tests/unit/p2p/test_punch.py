@@ -10,11 +10,7 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
-from swarmnode.p2p.punch import (
-    DCUTR,
-    connect_from,
-    dialable_targets,
-)
+from swarmnode.p2p.punch import DCUTR, connect_from, dialable_targets
 from swarmnode.p2p.stream_calls import run_on_new_stream, write_message
 from tests.support.hosts import echo, host
 from tests.support.waiting import until

@@ -140,9 +140,7 @@ async def test_reservations_end_with_their_connection(tmp_path):
         await until(lambda: relay.statistics().nat.relay.reservations == 0)
 
 
-async def test_lost_relay_is_removed_and_asked_again(
-    tmp_path,
-):
+async def test_lost_relay_is_removed_and_asked_again(tmp_path):
     async with host(tmp_path / "relay", relay="server") as relay:
         known = relay.listen_addrs
         listening = parse(known[0])[0].port
@@ -331,9 +329,7 @@ def test_grant_duration_is_clamped():
 # docs/py-libp2p.md should too
 
 
-async def test_relay_without_budget_ends_circuits(
-    tmp_path,
-):
+async def test_relay_without_budget_ends_circuits(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
         asked, budget = [], False

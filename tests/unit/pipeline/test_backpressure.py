@@ -247,10 +247,7 @@ async def test_too_many_micro_batches_are_a_fault_of_the_sender(
         assert member.fault is None
         head.links.send(1, *forward(numbers[-1], "learn", head.place))
         await quiet()
-        assert member.fault == (
-            0,
-            "garbage: bounds: more micro-batches than are ever in flight",
-        )
+        assert member.fault == (0, "garbage: bounds: more micro-batches than are ever in flight")
 
 
 async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch):

@@ -398,20 +398,8 @@ def fewer_rows(frame, body):
         (sample, PrefillFrame, 1, 2, spoilt),
         (sample, DecodeFrame, 1, 2, spoilt),
         (sample, TokensFrame, 3, 0, spoilt),
-        (
-            learn,
-            LearntFrame,
-            3,
-            0,
-            lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b),
-        ),
-        (
-            learn,
-            AcknowledgeFrame,
-            2,
-            0,
-            lambda f, b: (CommitFrame(f.place, 1, 1.0, 1.0), b),
-        ),
+        (learn, LearntFrame, 3, 0, lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b)),
+        (learn, AcknowledgeFrame, 2, 0, lambda f, b: (CommitFrame(f.place, 1, 1.0, 1.0), b)),
     ],
 )
 async def test_garbage_is_a_fault_of_its_sender(

@@ -203,10 +203,7 @@ def test_finished_row_does_not_change_other_rows(models):
     assert [len(cache.layers[0].keys) for cache in caches] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [[2], [1, 0], [], [0, 0]],
-)
+@pytest.mark.parametrize("rows", [[2], [1, 0], [], [0, 0]])
 def test_step_of_an_unknown_row_is_refused(models, rows):
     stage = chain(models["llama"], [4])[0]
     stage.prefill(7, Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None)

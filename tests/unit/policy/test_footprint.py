@@ -310,10 +310,7 @@ def test_averaging_uses_the_planned_host_memory():
     from swarmnode.weights.trainer.outer import OuterState, host_copy, prepare
 
     layers = {f"layers.{i}.w": torch.nn.Parameter(torch.randn(64, 64)) for i in range(4)}
-    averaged, outer = (
-        AveragedTensors(layers, 4, threading.Lock()),
-        OuterState(layers),
-    )
+    averaged, outer = (AveragedTensors(layers, 4, threading.Lock()), OuterState(layers))
     size = lambda tensors: sum(t.nbytes for t in tensors.values())
     anchors = size(host_copy(layers))  # `AveragedTensors` has a private copy
     always, more = averaging_bytes(4 * 64 * 64, 4)

@@ -102,10 +102,7 @@ def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, m
 
     def sampled(tokens):
         engine = Continuous(
-            policy,
-            MicroBatcher(tokens),
-            Sampling(3, 40, temperature),
-            policy.random_generator(1),
+            policy, MicroBatcher(tokens), Sampling(3, 40, temperature), policy.random_generator(1)
         )
         return rows(answered(engine, PROMPTS))
 

@@ -56,10 +56,7 @@ def test_an_update_makes_no_float64_on_the_device(beta):
     )
     theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
     rows = assemble(
-        [
-            own_group(first, [1.0, 0.0, 0.0, 1.0]),
-            replace(theirs, weights=[0.9] * 4, peer="p"),
-        ],
+        [own_group(first, [1.0, 0.0, 0.0, 1.0]), replace(theirs, weights=[0.9] * 4, peer="p")],
         "grpo",
     )
     cfg = TrainingConfig(beta=beta)

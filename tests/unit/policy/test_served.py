@@ -512,12 +512,7 @@ def test_a_url_that_is_public_or_none_is_refused(url, wrong):
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "http://127.0.0.1:8000",
-        "http://192.168.1.7:8000",
-        "https://gpu-box:8000",
-    ],
+    "url", ["http://127.0.0.1:8000", "http://192.168.1.7:8000", "https://gpu-box:8000"]
 )
 def test_a_url_of_this_machine_or_network_is_taken(url):
     assert ServerSettings(url=url).url == url

@@ -376,10 +376,7 @@ def test_doctor_survives_any_error_of_a_model(monkeypatch):
 def test_a_trainer_ends_before_it_begins(tmp_path, embedded):
     model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
     config = Config.model_validate(
-        {
-            "node": {"data_dir": tmp_path / "data"},
-            "policy": {"model": str(model), "devices": "cpu"},
-        }
+        {"node": {"data_dir": tmp_path / "data"}, "policy": {"model": str(model), "devices": "cpu"}}
     )
     with pytest.raises(Unavailable, match="cannot be trained"):
         Trainer(config, Progress()).run()

@@ -45,15 +45,7 @@ def state_of(step, seed=1):
 
 def checkpoint(step, identity=OURS, stage=1, own=True, **more):
     body = encode_state(state_of(step, step), LAYOUT, "full")
-    about = CheckpointMetadata(
-        identity,
-        stage,
-        own,
-        "full",
-        step,
-        2.5,
-        LrScale(1.1, 10, 3),
-    )
+    about = CheckpointMetadata(identity, stage, own, "full", step, 2.5, LrScale(1.1, 10, 3))
     return Checkpoint(about, as_tensor(body), more)
 
 

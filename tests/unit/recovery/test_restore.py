@@ -32,13 +32,7 @@ def fleet(models, tmp_path):
     made = []
 
     def build(
-        stages=4,
-        kind="llama",
-        settings=None,
-        crew=SETTINGS,
-        model=None,
-        name="crew",
-        **keys,
+        stages=4, kind="llama", settings=None, crew=SETTINGS, model=None, name="crew", **keys
     ):
         chosen = RecoverySettings(
             **{
@@ -282,11 +276,7 @@ async def test_adapter_is_restored_from_a_neighbour_or_untrained(fleet, models):
         assert crew is not None
         assert source(mine, 1) == "neighbour"
         assert apart(mine.weights(), before) == 0
-    alone = fleet(
-        model=adapted(),
-        name="untrained",
-        settings={"checkpoint_every": 1000},
-    )
+    alone = fleet(model=adapted(), name="untrained", settings={"checkpoint_every": 1000})
     untrained = base_adapter_reader(alone.stations[1].runtime)
     kept = copy.deepcopy(alone.stations[1].runtime.model)
     await train(alone, 2)

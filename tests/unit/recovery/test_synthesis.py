@@ -38,20 +38,14 @@ def test_checkfree_is_algorithm_1(four):
 def test_less_converged_neighbour_weighs_more(four):
     specs, stages, _ = four
     towards = synthesise(
-        specs[2],
-        NeighbourLayers(stages[1].layers, 1e-9),
-        NeighbourLayers(stages[3].layers, 1e9),
+        specs[2], NeighbourLayers(stages[1].layers, 1e-9), NeighbourLayers(stages[3].layers, 1e9)
     )
     assert torch.equal(towards[NAME], stages[3].layers[NAME])
     some = synthesise(
-        specs[2],
-        NeighbourLayers(stages[1].layers, 1.0),
-        NeighbourLayers(stages[3].layers, 3.0),
+        specs[2], NeighbourLayers(stages[1].layers, 1.0), NeighbourLayers(stages[3].layers, 3.0)
     )
     same = synthesise(
-        specs[2],
-        NeighbourLayers(stages[1].layers, 1e200),
-        NeighbourLayers(stages[3].layers, 3e200),
+        specs[2], NeighbourLayers(stages[1].layers, 1e200), NeighbourLayers(stages[3].layers, 3e200)
     )
     assert torch.allclose(some[NAME], same[NAME])
 

@@ -74,17 +74,12 @@ async def drawn_and_computed_again(crew):
 
 
 @pytest.mark.parametrize(
-    ("lost", "name"),
-    [(0, "int8"), (0, "bfloat16"), (1, "int8"), (3, "bfloat16")],
+    ("lost", "name"), [(0, "int8"), (0, "bfloat16"), (1, "int8"), (3, "bfloat16")]
 )
 async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp_path, name, lost):
     paper = RecoverySettings(mode="checkfree+", seconds=30.0)
     mine = Fleet(
-        copy.deepcopy(models["llama"]),
-        LAYERS,
-        tmp_path / "crew",
-        settings_of(name),
-        paper,
+        copy.deepcopy(models["llama"]), LAYERS, tmp_path / "crew", settings_of(name), paper
     )
     try:
         async with mine.up() as crew:

@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.advantages import (
-    ESTIMATORS,
-    advantages,
-    overlong_penalty,
-    zero_advantage,
-)
+from swarmnode.rl.advantages import ESTIMATORS, advantages, overlong_penalty, zero_advantage
 
 
 def test_grpo_divides_by_the_sample_deviation():

@@ -118,12 +118,10 @@ def weights(kind):
 
 def test_a_tokens_weight_is_truncated_or_masked_outside():
     assert torch.allclose(
-        weights("tis"),
-        torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]),
+        weights("tis"), torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]])
     )
     assert torch.allclose(
-        weights("icepop"),
-        torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]),
+        weights("icepop"), torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]])
     )
     assert BAND[0] <= 0.5
 

@@ -109,11 +109,7 @@ def test_padding_may_hold_anything():
     (expected_gradient,) = torch.autograd.grad(expected.loss, logprobs)
     dirty = logprobs.detach().masked_fill(mask == 0, -math.inf).requires_grad_()
     result = loss_of(
-        dirty,
-        advantages,
-        mask,
-        beta=0.1,
-        ref_logprobs=reference.masked_fill(mask == 0, math.nan),
+        dirty, advantages, mask, beta=0.1, ref_logprobs=reference.masked_fill(mask == 0, math.nan)
     )
     result.loss.backward()
     assert result.loss.item() == pytest.approx(expected.loss.item())

@@ -16,11 +16,7 @@ from swarmnode.rollouts.network.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.network.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
 from swarmnode.rollouts.network.shelf import POLLS_SERVED
 from swarmnode.wire import codec, envelope, ids, limits
-from swarmnode.wire.listings import (
-    GroupsRequest,
-    ListingRequest,
-    ListingResponse,
-)
+from swarmnode.wire.listings import GroupsRequest, ListingRequest, ListingResponse
 from tests.support.pulling import EPOCH, LIFE, SWARM, Holder, PullSwarm, Reader, clock, never
 
 PATIENCE = limits.PATIENCE_SECONDS

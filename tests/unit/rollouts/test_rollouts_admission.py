@@ -214,10 +214,7 @@ def test_equal_rewards_are_filtered():
     )
 
 
-@pytest.mark.parametrize(
-    "rewards",
-    [[0.0, 1.0], [float("nan")] * 8, [2.0] + [0.0] * 7],
-)
+@pytest.mark.parametrize("rewards", [[0.0, 1.0], [float("nan")] * 8, [2.0] + [0.0] * 7])
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
     rejected = checks.check_scored(checks.check(frame(), NOW), Scored("?", rewards))
@@ -245,11 +242,7 @@ def test_internal_error_costs_one_group():
 
     checks = admission(is_greylisted=broken)
     rejected = checks.check(frame(), NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == (
-        "internal",
-        Verdict.IGNORE,
-        None,
-    )
+    assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Verdict.IGNORE, None)
     assert "our bug" in checks.statistics().last_internal_error
 
 

@@ -89,14 +89,7 @@ def test_draft_allows_half_to_twice_the_group_size():
 # ---- honouring
 
 
-@pytest.mark.parametrize(
-    ("minimum", "ok"),
-    [
-        ("0.0.9", True),
-        ("0.10.0", False),
-        ("soon", False),
-    ],
-)
+@pytest.mark.parametrize(("minimum", "ok"), [("0.0.9", True), ("0.10.0", False), ("soon", False)])
 def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
     found = problems(founded(minimum_version=minimum))
     assert (found == []) is ok

@@ -162,11 +162,7 @@ def test_unusable_taskset_is_one_line(tmp_path, written, was, now, problem):
             "import asyncio; await asyncio.sleep(1); return float(trace",
             "no running event loop",
         ),
-        (
-            "return float(trace",
-            "await Waiting(); return float(trace",
-            "the coroutine waits",
-        ),
+        ("return float(trace", "await Waiting(); return float(trace", "the coroutine waits"),
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
         (

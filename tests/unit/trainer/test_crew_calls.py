@@ -156,10 +156,7 @@ def test_slow_crew_gets_smaller_calls():
     assert slow[1].calls[0][0] < slow[0].calls[0][0]
 
 
-@pytest.mark.parametrize(
-    ("after", "calls"),
-    [(5, 1), (4, 1), (6, 0), (7, 0)],
-)
+@pytest.mark.parametrize(("after", "calls"), [(5, 1), (4, 1), (6, 0), (7, 0)])
 def test_step_of_a_lost_crew_is_not_repeated(after, calls):
     lost, following = Crew(ENDED, step=5), Crew(step=after)
     assert policy_of(lost, following).update(some_rows("")).stepped

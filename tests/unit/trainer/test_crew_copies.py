@@ -126,9 +126,7 @@ async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
     assert len(set(seeds)) == 2, "which is seeded from the caller's"
 
 
-async def test_lost_steps_are_fetched_again(
-    one,
-):
+async def test_lost_steps_are_fetched_again(one):
     one.sample(0)
     await one.followed(one.at(6, by=0.05))
     ahead = ids(one.sample(6))

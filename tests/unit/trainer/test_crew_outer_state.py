@@ -67,12 +67,7 @@ class Node:
         recovery, runtime = self.recovery, self.stage.runtime
         recovery._store.flush()
         local = LocalStage(
-            runtime,
-            None,
-            recovery._layouts,
-            "float32",
-            recovery._recorder,
-            recovery._store,
+            runtime, None, recovery._layouts, "float32", recovery._recorder, recovery._store
         )
         return local.read_checkpoint()
 

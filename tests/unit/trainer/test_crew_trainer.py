@@ -64,11 +64,7 @@ def config(directory, model, codec="float32", **sections):
             **sections,
             "policy": {"model": str(model), "devices": "cpu", **sections.get("policy", {})},
             "training": {"eval_every": 1000, **sections["training"]},
-            "stages": {
-                "mode": "always",
-                "codec": codec,
-                **sections["stages"],
-            },
+            "stages": {"mode": "always", "codec": codec, **sections["stages"]},
         }
     )
 

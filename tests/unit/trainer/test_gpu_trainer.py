@@ -51,11 +51,7 @@ async def train(data_dir, *, policy, **training):
 
 async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
     first = await train(
-        tmp_path,
-        policy={"devices": "cuda"},
-        max_steps=60,
-        eval_every=60,
-        learning_rate=1e-3,
+        tmp_path, policy={"devices": "cuda"}, max_steps=60, eval_every=60, learning_rate=1e-3
     )
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "bfloat16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1

@@ -337,10 +337,7 @@ def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
 
 
 def test_an_exception_while_reading_costs_its_group(policy, sample):
-    groups = [
-        external(policy, sample, tokenizer=b"x" * 32),
-        external(policy, sample),
-    ]
+    groups = [external(policy, sample, tokenizer=b"x" * 32), external(policy, sample)]
 
     def panic(text, finish):
         raise Panic("invalid range")

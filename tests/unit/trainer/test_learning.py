@@ -50,10 +50,7 @@ def test_report_ends_when_the_reward_rises():
     ("rate", "advised"), [("1e-5", "3e-05"), ("7e-4", "0.0015"), ("15e-4", None), ("17e-4", None)]
 )
 def test_advised_rate_stays_below_the_warning(rate, advised):
-    run = watch(
-        *ALONE,
-        f"training.learning_rate={rate}",
-    )
+    run = watch(*ALONE, f"training.learning_rate={rate}")
     text = verdicts(run, flat(20))[-1].text
     assert ("set training.learning_rate" in text) == (advised is not None)
     assert advised is None or f"training.learning_rate to {advised}," in text
@@ -78,10 +75,7 @@ def test_only_steps_with_an_update_count():
 
 
 def test_collapse_is_reported_with_its_signs():
-    run = watch(
-        *ALONE,
-        "training.learning_rate=2e-3",
-    )
+    run = watch(*ALONE, "training.learning_rate=2e-3")
     verdicts(run, [0.5, 0.8, 0.6, 0.7, 0.9] * 3)
     fallen = verdicts(run, [0.1, 0.0, 0.2, 0.1, 0.0] * 2, entropy=0.3, cut=1.0)
     assert fallen[0].kind == ""

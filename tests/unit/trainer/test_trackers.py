@@ -125,8 +125,7 @@ def test_trackers_receive_numbers_by_name_only() -> None:
 def test_missing_package_names_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError,
-        match=r"log.trackers: wandb is not installed: pip install 'wandb>=",
+        ConfigError, match=r"log.trackers: wandb is not installed: pip install 'wandb>="
     ):
         settings.check_trackers(["wandb"])
     settings.check_trackers([])

@@ -38,13 +38,7 @@ def rows(base):
     first, second = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
     own = own_group(first, [1.0, 0.0, 0.0, 1.0])
     theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
-    return assemble(
-        [
-            own,
-            replace(theirs, weights=[0.9] * 4, peer="p"),
-        ],
-        "grpo",
-    )
+    return assemble([own, replace(theirs, weights=[0.9] * 4, peer="p")], "grpo")
 
 
 def after(base, rows, tokens=10_000, **keys):
@@ -219,14 +213,7 @@ def test_step_uses_the_given_learning_rate(base, rows):
     assert updater.optimizer.param_groups[0]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["linear"],
-        ["linear", "cosine"],
-        ["nonsense"],
-    ],
-)
+@pytest.mark.parametrize("options", [["linear"], ["linear", "cosine"], ["nonsense"]])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ValueError, match="options"):
         TrainingConfig(options=options)

@@ -65,12 +65,7 @@ class Party:
         config = WeightsConfig(fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
-            self.tensors,
-            config,
-            self.counters,
-            directory,
-            send=self.said.append,
-            probe=self.probe,
+            self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
         )
         self.facts = self.replica.facts(False)
         self._generator = torch.Generator().manual_seed(seed)
@@ -144,10 +139,7 @@ def test_common_blocks_are_averaged_and_no_others(parties):
     for party, old in zip((head, long), before, strict=True):
         mean = (before[0]["model.layers.1.w"] + before[1]["model.layers.1.w"]) / 2
         torch.testing.assert_close(
-            party.weights()["model.layers.1.w"],
-            start + 0.7 * (mean - start),
-            atol=2e-3,
-            rtol=0,
+            party.weights()["model.layers.1.w"], start + 0.7 * (mean - start), atol=2e-3, rtol=0
         )
         assert all(
             torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared
@@ -244,9 +236,7 @@ def spread(parties):
     )
 
 
-def test_differently_cut_crews_and_a_whole_node_converge(
-    parties,
-):
+def test_differently_cut_crews_and_a_whole_node_converge(parties):
     everybody = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
     alone = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
     rng, names = random.Random(0), iter(range(10**6))
@@ -314,9 +304,7 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     assert everything.blocks == pack({1, 3, 5})
 
 
-async def test_partners_with_the_whole_fragment_are_asked_first(
-    parties,
-):
+async def test_partners_with_the_whole_fragment_are_asked_first(parties):
     whole, head = parties(WHOLE, HEAD)
     replica = LocalReplica()
     held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from swarmnode.errors import BadMessage
-from swarmnode.weights.layout import (
-    BLOCK,
-    elements,
-    make_layout,
-    payload_limit,
-)
+from swarmnode.weights.layout import BLOCK, elements, make_layout, payload_limit
 from swarmnode.weights.payload import Header, build, checksum
 from swarmnode.weights.trainer.codecs import (
     ERROR_SHARE,
@@ -117,8 +112,7 @@ def test_int8_error_is_bounded():
 
 
 @pytest.mark.parametrize(
-    ("codec", "per_element"),
-    [("float32", 4.0), ("bfloat16", 2.0), ("int8", 1 + 4 / BLOCK)],
+    ("codec", "per_element"), [("float32", 4.0), ("bfloat16", 2.0), ("int8", 1 + 4 / BLOCK)]
 )
 def test_a_payload_costs_what_its_codec_says(codec, per_element):
     layout = make_layout([("w", (64, 1024), "float32")])

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from swarmnode.errors import BadMessage
-from swarmnode.weights.fragments import (
-    block_of,
-    cut,
-    layer_of,
-)
+from swarmnode.weights.fragments import block_of, cut, layer_of
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.local import TensorHash
 from swarmnode.weights.network.newcomer import StateManifest, check_manifest

@@ -71,9 +71,7 @@ def test_unrewarded_completions_detect_opposite_weights(probe):
     assert outcome == "probe"
 
 
-def test_a_policy_that_repeats_likely_tokens_is_refused(
-    probe,
-):
+def test_a_policy_that_repeats_likely_tokens_is_refused(probe):
     probe.remember([], rows(1, 1, 1))
     losses, outcome = judged(probe, torch.tensor([0.0, 9.0, 0.0, -1.0]))
     assert losses.after < losses.before

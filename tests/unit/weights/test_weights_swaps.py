@@ -29,11 +29,7 @@ from swarmnode.weights.network.discovery import (
     epoch_bucket,
     partner_order,
 )
-from swarmnode.weights.network.swaps import (
-    FALSE_DATA_SECONDS,
-    LONGEST_BACKOFF_SECONDS,
-    PeerBackoff,
-)
+from swarmnode.weights.network.swaps import FALSE_DATA_SECONDS, LONGEST_BACKOFF_SECONDS, PeerBackoff
 from tests.support.swaps import (
     BLOCKS,
     DELAY,
@@ -221,8 +217,7 @@ async def test_a_copy_is_not_served_after_a_commit(autojump_clock):
 
 
 @pytest.mark.parametrize(
-    ("way", "cause"),
-    [("silent", "no_payload"), ("denies", "withdrawn"), ("trickles", "timeout")],
+    ("way", "cause"), [("silent", "no_payload"), ("denies", "withdrawn"), ("trickles", "timeout")]
 )
 async def test_failed_partner_costs_one_try(way, cause, autojump_clock):
     async with swarm({"a": Party, "z": hostile(way)}) as parties:
