@@ -467,6 +467,9 @@ class SharingConfig(Section):
 class WeightsConfig(Section):
     rule: Literal["noloco", "off"] = "noloco"
     """Averaging of the weights with peers: `noloco` or `off`."""
+    partners: Literal["known", "anyone"] = "known"
+    """Peers with which this node averages: those that it knows (see `stages.trust`), or `anyone`.
+    The average with a hostile peer may carry marks into this node's answers."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps of a fragment, H."""
     fragments: int = Field(default=4, ge=1, le=1024)
@@ -498,7 +501,7 @@ class StagesConfig(Section):
     trust: list[str] = []
     """Peers that this node knows, besides the members of a private swarm or of a signed list: peer
     ids, or `anyone`. Only known peers may be in a crew with this node or give it its first
-    weights."""
+    weights; by default, only they average weights with it."""
 
 
 def _check_metrics(text: str) -> str:

@@ -52,6 +52,7 @@ def messages() -> Iterator[Vector]:
         {"type": "busy", "id": SWAP, "retry_seconds": 3600},
         {"type": "refused", "id": SWAP, "reason": "other_policy"},
         {"type": "refused", "id": SWAP, "reason": "over"},
+        {"type": "refused", "id": SWAP, "reason": "stranger"},
         {"type": "payload", "id": SWAP},
         {
             "type": "ready",

@@ -67,9 +67,9 @@ class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refu
     """Answer to a Swap or a Payload: the sender does not take part."""
 
     id: bytes
-    reason: Literal["other_policy", "over"]
+    reason: Literal["other_policy", "over", "stranger"]
     """`other_policy`: another fingerprint, or no common block of the fragment. `over`: the id was
-    used before, or the swap has ended."""
+    used before, or the swap has ended. `stranger`: the sender averages with known peers only."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="payload"):

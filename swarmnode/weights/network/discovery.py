@@ -18,6 +18,7 @@ import trio
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.latest import Latest
 from swarmnode.p2p.api import Network
+from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights.fragments import common
 from swarmnode.weights.local import PROOF, LocalReplica
 from swarmnode.weights.messages import (
@@ -86,6 +87,7 @@ class Discovery:
         replica: This node's replica.
         swarm: Swarm id, 32 bytes.
         unix_time: Returns seconds.
+        partners: Peers with which this node averages. Others are not asked for claims.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class Discovery:
         replica: LocalReplica,
         swarm: bytes,
         unix_time: Callable[[], float],
+        partners: KnownPeers,
     ) -> None:
+        self.partners = partners
         self._network = network
         self._replica = replica
         self._swarm = swarm
@@ -116,7 +120,8 @@ class Discovery:
     def _peers_to_ask(self) -> list[str]:
         """Return the connected peers without a request or claim within ASK_SECONDS, and record a
         request to each."""
-        now, connected = trio.current_time(), self._network.connected()
+        now = trio.current_time()
+        connected = [peer for peer in self._network.connected() if peer in self.partners]
         self._asked = {peer: self._asked.get(peer, -math.inf) for peer in connected}
         due = [peer for peer, asked in self._asked.items() if now - asked >= ASK_SECONDS]
         self._asked |= dict.fromkeys(due, now)
@@ -144,13 +149,14 @@ class Discovery:
         self._asked[peer] = now
 
     def candidates(self) -> list[str]:
-        """Return the connected peers with the same fingerprint, a common block, a claim within
+        """Return the connected partners with the same fingerprint, a common block, a claim within
         FRESH_SECONDS and an acceptable reputation."""
         oldest = trio.current_time() - FRESH_SECONDS
         return [
             peer
             for peer in self._network.connected()
-            if peer in self._claims
+            if peer in self.partners
+            and peer in self._claims
             and self._claims[peer].at > oldest
             and self.shared(peer)
             and self._network.is_allowed(peer)
@@ -172,7 +178,7 @@ class Discovery:
             return b""
         return claim.blocks
 
-    def partners(self, blocks: bytes, outer_step: int) -> tuple[tuple[str, ...], int]:
+    def ordered(self, blocks: bytes, outer_step: int) -> tuple[tuple[str, ...], int]:
         """Order the candidates for an outer step of `blocks`, a bitmask.
 
         Candidates far from `outer_step` come last, and those that lack a due block come before

@@ -9,6 +9,7 @@ StateServer    serves this node's state to new neighbours
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from swarmnode.weights.network.newcomer import CatchUpStatistics, StateSeeker, S
 from swarmnode.weights.network.payload_store import PayloadStore
 from swarmnode.weights.network.swaps import SwapService
 from swarmnode.wire.envelope import Credentials
+
+log = logging.getLogger(__name__)
 
 
 class WeightsStatistics(msgspec.Struct, frozen=True):
@@ -60,7 +63,8 @@ class WeightService:
     `trainer_left` and `receive`.
 
     Args:
-        known: Peers whose state a new node takes.
+        known: Peers whose state a new node takes and, unless `cfg.partners` is `anyone`, with which
+            this node averages.
         budget: `Meter.allows`. No swap is proposed while it refuses "fetch".
         may_average: Returns False while no swap may begin.
         unix_time: Returns seconds.
@@ -90,7 +94,10 @@ class WeightService:
         may_accept = lambda: (
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
-        self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time)
+        partners = known if cfg.partners == "known" else KnownPeers(everyone=True)
+        self._discovery = Discovery(
+            network, self._replica, credentials.swarm, unix_time, partners
+        )
         self._swaps = SwapService(
             network,
             self._replica,
@@ -116,6 +123,11 @@ class WeightService:
         if not self._enabled:
             task_status.started()
             await trio.sleep_forever()
+        if not self._discovery.partners:
+            log.info(
+                "the weights are not averaged: this node knows no peer (stages.trust), and"
+                " weights.partners admits known peers only"
+            )
         await trio.to_thread.run_sync(self._store.clean)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._swaps.run)

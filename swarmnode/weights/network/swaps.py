@@ -13,7 +13,7 @@ steps behind, w = ½ / (1 + n). If n > 4, w = 0: this side takes a solo step (`w
         `_apply_payload`  the trainer checks it with the gate and commits between two steps
 
 When an own outer step is due, `outer_step_due` asks candidates in the order of
-`Discovery.partners`, until swaps have covered all due blocks. A stage of a crew covers a part of
+`Discovery.ordered`, until swaps have covered all due blocks. A stage of a crew covers a part of
 them. After TRIES proposals without a swap or half an interval, the trainer takes the step of the
 remaining blocks solo; so it does without a network process. When a peer proposes a swap, `answer`
 decides. Both paths continue in `_exchange`. A swap that a peer proposed counts as the own outer
@@ -121,6 +121,8 @@ SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """First backoff of a peer after a failed swap, in units of the swap's duration."""
+STRANGER_SECONDS: Final = 300.0
+"""First backoff of a peer to which this node is a stranger."""
 FALSE_DATA_SECONDS: Final = 300.0
 """First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
@@ -364,12 +366,12 @@ class SwapService:
         """Return the candidates that are not in backoff, in the order to ask them.
 
         Sorted by three keys: not busy, as good as the first candidate, no recent swap with this
-        node. Ties keep the order of `Discovery.partners`.
+        node. Ties keep the order of `Discovery.ordered`.
         """
         if not self._may_propose():
             return []
         now = trio.current_time()
-        self._candidates, self._best = self._discovery.partners(due.blocks, due.outer_step)
+        self._candidates, self._best = self._discovery.ordered(due.blocks, due.outer_step)
         best = self._candidates[: self._best]
 
         def rank(peer: str) -> tuple[bool, bool, bool]:
@@ -412,6 +414,8 @@ class SwapService:
                 outcome = "busy"
             case Refused(id=swap.id):
                 outcome = "refused"
+                if answer.reason == "stranger":
+                    self._fail(peer, STRANGER_SECONDS)
             case None:
                 pass
             case _:
@@ -461,6 +465,8 @@ class SwapService:
         shared = self._replica.within(common(request.blocks, self._replica.blocks), fragment)
         if request.fingerprint != self._replica.fingerprint or not shared:
             return Refused(request.id, "other_policy")
+        if peer not in self._discovery.partners:
+            return Refused(request.id, "stranger")
         rests = {block: self._rest_until.get(block, now) - now for block in unpack(shared)}
         ready = pack(block for block, seconds in rests.items() if seconds <= 0)
         if request.id in self._recent:
