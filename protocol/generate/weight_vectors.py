@@ -70,7 +70,7 @@ def messages() -> Iterator[Vector]:
             pack(message),
             message,
         )
-    here, swap, _, busy, refusal, _, _, ready = good
+    here, swap, _, busy, refusal, *_, ready = good
 
     def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
         return rejected(verdict, name, pack({**message, **fields}), "weights")

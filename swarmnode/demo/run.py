@@ -61,7 +61,12 @@ def node_settings(options: DemoOptions, number: int) -> dict[str, dict[str, obje
                 "save_every": 1.0,
                 "seed": number,
             },
-            "weights": {"rule": rule, "sync_every": SYNC_EVERY},
+            # With a liar, the gate is shown: nodes average with strangers, too.
+            "weights": {
+                "rule": rule,
+                "sync_every": SYNC_EVERY,
+                "partners": "anyone" if options.byzantine else "known",
+            },
         }
     return settings | {
         "policy": {

@@ -23,6 +23,7 @@ import trio
 import trio.testing
 
 from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout, make_layout
@@ -137,6 +138,7 @@ class Party:
         self.verdict: Callable[[str], str] = lambda peer: "accepted"
         """Gate outcome for the weights of a peer."""
         self.has_trainer = self.may_accept = True
+        self.partners = KnownPeers(everyone=True)
         self.steps = 0
         self.applied: Counter[str] = Counter()
         """Committed swaps by partner."""
@@ -158,7 +160,7 @@ class Party:
             requests=SimpleNamespace(request=self._request, serve=self._serve),
         )
         store: Any = self.store
-        self.discovery = Discovery(network, self.replica, SWARM, trio.current_time)
+        self.discovery = Discovery(network, self.replica, SWARM, trio.current_time, self.partners)
         self.exchange = SwapService(
             network,
             self.replica,

@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "swarm": {"name": "watch"},
     "policy": {"threads": 1},
     "training": {"groups_per_step": 4},
-    "weights": {"sync_every": 10},
+    "weights": {"sync_every": 10, "partners": "anyone"},
     "http": {"port": 0},
 }
 """The embedded model with its own tasks, which it learns."""

@@ -35,6 +35,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True):
     """Counts and state of averaging, for the status page and metrics."""
 
     enabled: bool = False
+    """True if this node averages with peers."""
     phase: str = ""
     """Phase of the earliest swap under way: idle, proposing, copying, waiting, fetching or
     judging."""
@@ -95,9 +96,7 @@ class WeightService:
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
         partners = known if cfg.partners == "known" else KnownPeers(everyone=True)
-        self._discovery = Discovery(
-            network, self._replica, credentials.swarm, unix_time, partners
-        )
+        self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time, partners)
         self._swaps = SwapService(
             network,
             self._replica,
@@ -140,7 +139,7 @@ class WeightService:
     def statistics(self) -> WeightsStatistics:
         counts, (phase, partner) = self._swaps.statistics, self._swaps.phase
         return WeightsStatistics(
-            enabled=self._enabled,
+            enabled=self._enabled and bool(self._discovery.partners),
             phase=phase,
             partner=partner,
             outcomes=dict(counts.outcomes),

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "policy": {"threads": 1},
     "training": {"groups_per_step": 4, "eval_every": 20, "save_every": 0.0},
     "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 16},
-    "weights": {"sync_every": 8, "fragments": 1},
+    "weights": {"sync_every": 8, "fragments": 1, "partners": "anyone"},
     "http": {"port": 0},
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnode.config import WeightsConfig
+from swarmnode.swarm.known import KnownPeers
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, common, pack, unpack, within
@@ -309,7 +310,7 @@ async def test_partners_with_the_whole_fragment_are_asked_first(parties):
     replica = LocalReplica()
     held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}
     network = StubNetwork("me", [*held, "other"])
-    asked = Discovery(network, replica, bytes(32), lambda: 0.0)
+    asked = Discovery(network, replica, bytes(32), lambda: 0.0, KnownPeers(everyone=True))
     for party, expected in (
         (whole, ({"w1", "w2", "l"}, {"h"})),
         (head, ({"w1", "w2", "h", "l"}, set())),
@@ -321,7 +322,7 @@ async def test_partners_with_the_whole_fragment_are_asked_first(parties):
             )
         asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
         first, then = expected
-        order, best = asked.partners(within(party.facts.blocks(), 1, FRAGMENTS), 3)
+        order, best = asked.ordered(within(party.facts.blocks(), 1, FRAGMENTS), 3)
         assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [
             first,
             then,

@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from swarmnode.errors import BadMessage, LocalError, PeerError
+from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
 from swarmnode.weights.fragments import pack
 from swarmnode.weights.local import MOST_SWAPS
@@ -421,6 +422,24 @@ async def test_another_policy_is_refused_without_blame(autojump_clock):
         assert a.exchange.answer("b", foreign) == Refused(bytes(16), "other_policy")
         a.exchange.answer("b", requested(a))
         assert not a.rejected
+
+
+async def test_only_known_peers_are_asked_and_accepted(autojump_clock):
+    async with swarm({"a": Party, "b": Party, "c": Party}) as parties:
+        a, c = parties["a"], parties["c"]
+        a.exchange._discovery.partners = KnownPeers(frozenset("b"))
+        a.due()
+        await settled(a)
+        assert a.applied == {"b": 1}
+        assert a.exchange.answer("c", requested(a)) == Refused(requested(a).id, "stranger")
+        assert not a.rejected
+        c.exchange._discovery.partners = KnownPeers(frozenset("a"))
+        c.due()
+        await settled(c)
+        assert (c.outcome("refused"), solo_steps(c)) == (1, 1)
+        c.due()
+        await settled(c)
+        assert c.outcome("refused") == 1, "it is not asked again at once"
 
 
 async def test_swaps_under_way_are_bounded(autojump_clock):
