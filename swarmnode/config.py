@@ -377,9 +377,6 @@ class TrainingConfig(Section):
     """Number of completions per group, G."""
     groups_per_step: int = Field(default=8, ge=1)
     """Number of groups in a training batch, B = I + J."""
-    target_step_seconds: Seconds = 0.0
-    """Intended duration of a step. A slower node uses fewer groups per step, down to an eighth of
-    groups_per_step. 0 disables this."""
     max_completion_length: int = Field(default=EMBEDDED_POLICY.max_completion_length, ge=1)
     """Maximum number of sampled tokens per completion. The default depends on the model."""
     temperature: float = Field(default=1.0, gt=0, le=TEMPERATURE)

@@ -40,7 +40,9 @@ class AdaptiveSplit:
     """
 
     def __init__(self, batch: int, smoothed: float = 0.0) -> None:
-        self.resize(batch)
+        if batch < 1:
+            raise ValueError(f"batch must be >= 1, not {batch}")
+        self.batch = batch
         self.smoothed = smoothed
         """Average number of useful external groups that a step was trained on, s."""
 
@@ -51,16 +53,6 @@ class AdaptiveSplit:
         judged, and would keep a node from sampling without teaching it anything.
         """
         self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * used
-
-    def resize(self, batch: int) -> None:
-        """Set B from the next step on.
-
-        Raises:
-            ValueError: The batch is smaller than 1.
-        """
-        if batch < 1:
-            raise ValueError(f"batch must be >= 1, not {batch}")
-        self.batch = batch
 
     @property
     def external_room(self) -> int:

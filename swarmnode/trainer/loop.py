@@ -376,7 +376,6 @@ class Loop:
         self._plan.observe(external)
         self._count(experience, external, rows, result)
         done = StepResult(experience, external, result, rate, started, sampled, time.monotonic())
-        self._plan.fit(done.ended - started)
         self._report(done, judgement)
 
     def _rows(self, groups: Sequence[TrainingGroup]) -> Rows:

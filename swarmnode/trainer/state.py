@@ -72,8 +72,6 @@ class Counters(AveragingCounters):
     """Bound of concurrent tokens in generation after a shortage of memory; 0 without a shortage."""
     loss_scale: float = 0.0
     """Loss scale in float16; 0 in a dtype that needs none."""
-    groups_per_step: float = 0.0
-    """Groups per step that fit this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0
     held_out_questions: str = ""
     """Name of the questions of the following rewards, see `Evaluation.questions`."""

@@ -71,8 +71,6 @@ def test_floor_is_a_share_rounded_up_and_at_least_one():
 def test_impossible_splits_are_refused():
     with pytest.raises(ValueError):
         AdaptiveSplit(0)
-    with pytest.raises(ValueError):
-        AdaptiveSplit(8).resize(0)
 
 
 def test_the_split_needs_no_torch():

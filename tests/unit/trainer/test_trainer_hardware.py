@@ -1,22 +1,17 @@
-"""A slow, small or paused node: batches that fit its speed, a memory limit that survives a restart,
-quiet hours."""
+"""A small or paused node: a memory limit that survives a restart, quiet hours."""
 
 import threading
 
 import pytest
 import torch
 import trio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarmnode.config import Config
 from swarmnode.link.server import LinkServer
 from swarmnode.policy.load import Policy
 from swarmnode.process import Progress
-from swarmnode.rl.split import AdaptiveSplit, floor_groups
 from swarmnode.trainer import loop
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.plan import fit_groups
 from tests.support.network_side import NetworkSide
 
 
@@ -102,15 +97,6 @@ async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
     assert isinstance(raised.value.exceptions[0], DeviceError)
 
 
-async def test_a_slow_node_takes_smaller_steps_and_remembers(tmp_path):
-    first = await train(tmp_path, max_steps=6, eval_every=100, target_step_seconds=1e-3)
-    trained = [report.own_groups for report in first if report.own_groups]
-    assert trained[0] == 8
-    assert trained[-1] == 1
-    second = await train(tmp_path, max_steps=7, eval_every=100, target_step_seconds=1e-3)
-    assert {report.own_groups for report in second if report.own_groups} == {1}
-
-
 async def test_trainer_rests_in_quiet_hours_and_can_be_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "REST_SECONDS", 0.01)
     rested = threading.Event()
@@ -125,36 +111,3 @@ async def test_trainer_rests_in_quiet_hours_and_can_be_stopped(tmp_path, monkeyp
     )
     assert rested.is_set()
     assert reports[-1].step == 0
-
-
-@given(st.floats(1, 64), st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 64))
-def test_groups_stay_within_their_bounds(groups, seconds, target, configured):
-    assert 1 <= fit_groups(groups, seconds, target, configured) <= configured
-
-
-def test_groups_per_step_are_fixed_without_a_target():
-    assert fit_groups(3.0, 1000.0, 0.0, 16) == 16
-
-
-@pytest.mark.parametrize(
-    ("overhead", "per_group", "target"), [(1.0, 2.0, 12.0), (0.0, 0.5, 4.0), (5.0, 1.0, 13.0)]
-)
-def test_step_time_approaches_the_target(overhead, per_group, target):
-    groups, seconds = 32.0, 0.0
-    for _ in range(20):
-        seconds = overhead + per_group * round(groups)
-        groups = fit_groups(groups, seconds, target, 32)
-    assert seconds == pytest.approx(target, rel=0.15)
-
-
-def test_one_slow_step_costs_half_the_batch_at_most():
-    assert fit_groups(16.0, 1e6, 1.0, 16) == 8.0
-
-
-@pytest.mark.parametrize("batch", range(1, 17))
-def test_a_resized_split_still_adds_up(batch):
-    split = AdaptiveSplit(8)
-    split.resize(batch)
-    assert split.own_groups == batch
-    split.observe(10_000)
-    assert split.own_groups == floor_groups(batch)
