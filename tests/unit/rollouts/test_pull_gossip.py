@@ -10,12 +10,11 @@ import pytest
 import trio
 
 from swarmnode.demo.liar.author import Author
-from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
 from swarmnode.rollouts.network.exchange import ANSWER_SECONDS
-from swarmnode.rollouts.network.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
+from swarmnode.rollouts.network.puller import FAILED_SECONDS, FORWARD_SECONDS
 from swarmnode.rollouts.network.shelf import POLLS_SERVED
-from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.listings import GroupsRequest, ListingRequest, ListingResponse
 from tests.support.pulling import EPOCH, LIFE, SWARM, Holder, PullSwarm, Reader, clock, never
 
@@ -61,28 +60,6 @@ async def test_empty_poll_is_answered_after_its_patience(lone, autojump_clock):
         began = trio.current_time()
         assert (await reader.poll(lone.peers[0], patience)).groups == []
         assert trio.current_time() - began == pytest.approx(patience)
-
-
-async def test_groups_of_others_wake_no_held_poll(nursery, autojump_clock):
-    swarm = await PullSwarm(2).start(nursery)
-    reader = Reader(swarm.medium)
-    swarm.medium.cut(swarm.peers[0], reader.peer)
-    began = trio.current_time()
-
-    async def publish():
-        await trio.sleep(3.0)
-        await swarm.publish(0, 0)
-
-    nursery.start_soon(publish)
-    answer = await reader.poll(swarm.peers[1], PATIENCE)
-    assert trio.current_time() - began == pytest.approx(PATIENCE)
-    assert [envelope.peer_id(listed.author) for listed in answer.groups] == [swarm.peers[0]]
-    assert swarm.admitted_of(1, 0) == 1
-    await swarm.publish(0, 1)
-    await trio.sleep(2.0)
-    began = trio.current_time()
-    assert len((await reader.poll(swarm.peers[1], PATIENCE)).groups) == 1
-    assert trio.current_time() == began, "a poll that finds groups is answered at once"
 
 
 async def test_answers_to_one_reader_are_a_second_apart(lone, nursery, autojump_clock):
@@ -157,31 +134,6 @@ async def flood(reader, holder, count, nursery, refused):
 
     for _ in range(count):
         nursery.start_soon(poll)
-
-
-@pytest.mark.parametrize(("peers", "each"), [(1, 3000), (200, 20)])
-async def test_flood_of_polls_does_not_block_an_honest_one(
-    lone, nursery, autojump_clock, peers, each
-):
-    """200 is the most connections that a node has with its default settings."""
-    readers, refused = [Reader(lone.medium, seed=300 + n) for n in range(peers)], Counter()
-    for reader in readers:
-        await flood(reader, lone.peers[0], each, nursery, refused)
-    await trio.sleep(1)
-    assert set(refused.values()) == {each - 2}, "two are held for each"
-    assert lone.serving(0).waiting == 2 * peers
-    honest = Reader(lone.medium)
-
-    async def publish():
-        await trio.sleep(2)
-        await lone.publish(0, 0)
-
-    nursery.start_soon(publish)
-    began = trio.current_time()
-    assert len((await honest.poll(lone.peers[0], PATIENCE)).groups) == 1
-    assert trio.current_time() - began < 3.0
-    await trio.sleep(2 * PATIENCE)
-    assert lone.serving(0).waiting == 0
 
 
 async def test_polls_that_are_held_are_bounded_in_all(lone, nursery, autojump_clock):
@@ -278,34 +230,6 @@ async def test_groups_cross_a_node_that_does_not_train(nursery, autojump_clock):
     assert newest > 380, "and they are new when they arrive"
 
 
-async def test_impatient_peer_is_polled_once_a_second(lone, autojump_clock):
-    holder = Holder(lone.medium, patient=False)
-    for sequence in range(4):
-        await holder.add(sequence)
-    for step in range(6):
-        lone.draw(0, 8, version=step)
-        await trio.sleep(10)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(holder.polled_at)]
-    assert 30 < len(holder.polled_at) <= 61
-    assert min(gaps) >= 1.0 - 1e-9
-
-
-async def test_impatient_peer_does_not_delay_others(nursery, autojump_clock):
-    """A node that lacks no group for its next step waits a moment for the polls that it sent. That
-    moment must pass although one peer answers at once and is polled again each second."""
-    swarm = await PullSwarm(3).start(nursery)
-    Holder(swarm.medium, patient=False)
-    for first in (0, 8):
-        await swarm.publish(0, *range(first, first + 8))
-        await trio.sleep(10)
-    before = swarm.admitted_of(1, 0)
-    assert before >= 16
-    for sequence in range(60):
-        await swarm.publish(0, 1000 + sequence)
-        await trio.sleep(10)
-    assert swarm.admitted_of(1, 0) - before >= 40
-
-
 # -- what can go wrong with a listing or a fetch
 
 
@@ -380,57 +304,6 @@ async def test_every_poll_outcome_is_counted(nursery, autojump_clock, answer, ou
     assert (swarm.networks[1].score(holder.peer) < 0) is costs
 
 
-async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
-    swarm = await PullSwarm(2).start(nursery)
-    silent, drips = Holder(swarm.medium), Holder(swarm.medium, seed=78)
-    silent.serve_listing(never)
-    drips.serve_groups(never)
-    await drips.add(0)
-    await swarm.publish(0, *range(4))
-    await trio.sleep(2)
-    assert swarm.admitted_of(1, 0) == 4
-    await trio.sleep(PATIENCE + ANSWER_SECONDS)
-    assert swarm.pulling(1).listings["timeout"] == 1
-    assert swarm.pulling(1).pulled["timeout"] == 1
-    assert swarm.pulling(1).claims.faults == {"slow": 2}
-    await trio.sleep(FAILED_SECONDS + PATIENCE + ANSWER_SECONDS)
-    assert swarm.pulling(1).listings["timeout"] == 2, "polled again after a minute"
-
-
-async def test_slow_holder_rests(lone, autojump_clock):
-    slow, give = Holder(lone.medium), Holder.give
-
-    async def trickle(peer, data):
-        await trio.sleep(3.0)
-        return await give(slow, peer, data)
-
-    slow.serve_groups(trickle)
-    for sequence in range(3):
-        await slow.add(sequence)
-    await trio.sleep(20)
-    assert lone.pulling(0).pulled == {"ok": 2}, "at 0 and 8 s; the next one at 21 s"
-    assert lone.pulling(0).claims.faults == {"slow": 2}
-    assert len(slow.polled_at) < 5
-
-
-@pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
-async def test_hostile_group_is_refused_by_reason(lone, autojump_clock, name):
-    liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)
-    frame, reason = hostile_frames(liar.author, EPOCH)[name]
-    await liar.add(50)
-    true = liar.listed.pop()
-    size = min(max(1, len(frame)), limits.GROUP_BYTES)
-    liar.put(msgspec.structs.replace(true, content=envelope.content_id(frame), size=size), frame)
-    for sequence in range(4):
-        await honest.add(sequence)
-    await trio.sleep(30)
-    assert lone.admitted_of(0, honest.author) == 4
-    assert lone.networks[0].score(honest.peer) >= 0
-    if frame and name != "oversized":  # a listing of a group above the limit is malformed
-        assert lone.outcomes(0)[reason] == 1
-        assert lone.pulling(0).pulled == {"refused": 1, "ok": 4}
-
-
 async def test_forged_group_costs_author_and_holder(lone, autojump_clock):
     forger, holder = Author(SWARM, seed=76), Holder(lone.medium)
     group = forger.group(0, clock())
@@ -461,29 +334,6 @@ async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
     assert swarm.networks[0].score(holder.peer) == swarm.networks[0].score(author.peer) == 0
 
 
-async def test_a_liar_is_asked_ever_less_often(lone, autojump_clock):
-    liar = Holder(lone.medium)
-    for sequence in range(40):
-        await liar.add(sequence)
-        liar.answers[liar.listed[-1].content] = b"\xc1" * 300
-    for step in range(20):
-        await lone.step(0, version=step)
-    assert len(liar.fetched) <= 4, "it rests for one, two, four and eight minutes"
-    assert len(liar.polled_at) <= 4
-    assert lone.networks[0].score(liar.peer) < 0
-
-
-async def test_peer_without_listings_is_polled_less_often(pair, autojump_clock):
-    pair.medium.join(Author(SWARM, seed=99).peer)
-    await pair.publish(0, *range(2))
-    await trio.sleep(2000)
-    assert 8 <= pair.pulling(1).listings["unsupported"] <= 13
-    assert pair.pulling(1).claims.faults == {}
-    await trio.sleep(10 * REFUSED_SECONDS)
-    assert pair.pulling(1).listings["unsupported"] <= 24
-    assert pair.pulling(1).pulled["ok"] == 2
-
-
 async def test_late_lister_is_polled_soon(nursery, autojump_clock):
     swarm = await PullSwarm(2).start(nursery, 1)
     await trio.sleep(8)
@@ -492,27 +342,6 @@ async def test_late_lister_is_polled_soon(nursery, autojump_clock):
     await swarm.publish(0, 0)
     await trio.sleep(8)
     assert swarm.admitted_of(1, 0) == 1
-
-
-async def test_disconnected_peer_is_not_fetched_from(pair, autojump_clock):
-    holder = Holder(pair.medium)
-    held = trio.Event()
-
-    async def once_held(peer, data):
-        await held.wait()
-        return await Holder.give(holder, peer, data)
-
-    holder.serve_groups(once_held)
-    await holder.add(0)
-    await trio.sleep(0.1)
-    for sequence in range(1, 5):
-        await holder.add(sequence)
-    await trio.sleep(1.5)
-    pair.medium.cut(pair.peers[1], holder.peer)
-    pair.medium.cut(pair.peers[0], holder.peer)
-    held.set()
-    await trio.sleep(60)
-    assert pair.pulling(1).offered == 0
 
 
 async def test_cancelling_leaves_nothing_behind(autojump_clock):

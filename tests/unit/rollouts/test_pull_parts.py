@@ -584,23 +584,6 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
 
 
-def test_refused_polls_back_off():
-    world, waits = World(["h"]), []
-    for _ in range(12):
-        began = world.now
-        while not world.polls():
-            world.now += 1.0
-        waits.append(world.now - began)
-        world.puller.refused("h", world.now)
-    assert waits == [0, *(2**n for n in range(10)), 600]
-    assert world.faults() == {}
-    world.now += 600.0
-    world.polls()
-    world.list("h")
-    world.now += limits.PATIENCE_SECONDS
-    assert world.polls() == ["h"], "it lists now"
-
-
 def test_a_dishonest_cursor_costs_a_rest():
     world = World(["h"])
     world.prove("h")
@@ -646,23 +629,6 @@ def test_failed_fetch_retries_other_holders_first():
     assert world.polls() == []
     world.now += 0.1
     assert world.fetches()[0].groups == pull.groups
-
-
-def test_unhurried_node_waits_for_its_polls_once():
-    world = World(["filler", "silent"])
-    world.puller.polled("silent", None, 0.0, NOW)
-    world.fill()
-    world.now += 70.0
-    assert set(world.polls()) == {"filler", "silent"}
-    world.list("filler", *(listed(500 + n, chr(97 + n)) for n in range(4)))
-    assert world.fetches() == []
-    world.now += 1.0
-    assert world.polls() == ["filler"], "polled again, since it answered at once"
-    world.list("filler")
-    assert world.fetches() == []
-    world.now += 1.0
-    assert world.polls() == ["filler"]
-    assert len(world.fetches()) == 1
 
 
 def test_few_fetches_are_under_way_at_a_time():

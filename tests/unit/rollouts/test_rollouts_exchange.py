@@ -7,13 +7,10 @@ import msgspec
 import pytest
 import trio
 
-from swarmnode.demo.liar.author import BUILTIN_TASKS, completion
-from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.demo.liar.author import completion
+from swarmnode.rollouts.groups import Draw
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.tasks.registry import task_version
-from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import tensors
-from swarmnode.wire.messages import TaskRef
 from tests.support.authors import Author
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, policy
@@ -38,36 +35,6 @@ async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, mo
     assert len({entry.group.peer for entry in entries}) == 2
     assert {entry.source for entry in entries} == {"192.0.2.0/24"}
     assert all(entry.is_direct for entry in entries)
-
-
-def question(author, sequence, name, difficulty):
-    """Return the question of an Author at a task and difficulty of its choice."""
-    seed, index = task_seed(SWARM, author.peer, sequence, name, difficulty)
-    return TaskRef(name, task_version(name), seed, index, difficulty)
-
-
-@pytest.mark.parametrize(("chooses", "outcome"), [(False, "seed"), (True, "unregenerable")])
-async def test_chosen_difficulty_determines_the_seed(nursery, autojump_clock, chooses, outcome):
-    """The builtin tasks have one difficulty, so that no scorer can ask for another."""
-    rules = GroupRules(BUILTIN_TASKS, members_choose_difficulty=chooses)
-    swarm = await PullSwarm(1, rules=rules).start(nursery)
-    holder, author = Holder(swarm.medium), Author(SWARM, seed=78)
-    for sequence, name in enumerate(BUILTIN_TASKS):
-        group = author.group(sequence, clock(), task=question(author, sequence, name, 0))
-        await holder.add_frame(author.frame(group))
-    await settle()
-    assert swarm.admitted_of(0, author) == 2
-    group = author.group(2, clock(), task=question(author, 2, "builtin/copy", 3))
-    await holder.add_frame(author.frame(group), rewards=[0.0, 1.0])
-    await settle()
-    assert swarm.outcomes(0)[outcome] == 1
-    assert swarm.networks[0].score(author.peer) < 0
-    other = msgspec.structs.replace(question(author, 3, "builtin/copy", 0), id="builtin/sum")
-    other = msgspec.structs.replace(other, version=task_version("builtin/sum"))
-    frame = author.frame(author.group(3, clock(), task=other))
-    await holder.add_frame(frame)
-    await trio.sleep(300)
-    assert swarm.outcomes(0)["seed"] == 1 + (not chooses)
 
 
 def incompressible(author, sequence):

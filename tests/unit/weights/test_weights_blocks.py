@@ -150,26 +150,6 @@ def test_common_blocks_are_averaged_and_no_others(parties):
         assert clocks == {block: int(block == 3) for block in party.tensors.blocks}
 
 
-def test_blocks_of_a_fragment_are_averaged_with_different_partners(parties):
-    whole, head, tail = parties(WHOLE, HEAD, TAIL)
-    for party in (whole, head, tail):
-        party.train()
-    shared = [{"model.layers.1.w"}, {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}]
-    for number, (party, names) in enumerate(zip((head, tail), shared, strict=True)):
-        before = whole.phi()
-        assert exchange(whole, party, 1, bytes([number]) * 16) == ["accepted"] * 2
-        assert {name for name, phi in whole.phi().items() if phi is not before[name]} == names
-        for name in names:
-            torch.testing.assert_close(
-                whole.weights()[name], party.weights()[name], atol=1e-3, rtol=0
-            )
-    # blocks 0 to 5: both swaps are the first outer step of their blocks
-    assert whole.counters.outer_clocks == [0, 1, 0, 1, 0, 1]
-    assert whole.facts.outer_steps == [0, 0]
-    assert whole.replica.facts(False).outer_steps == [0, 1]
-    assert whole.counters.exchanges_total == 2
-
-
 def test_fallen_reward_reverts_all_swaps_of_a_step(parties):
     whole, head, tail = parties(WHOLE, HEAD, TAIL)
     for party in (whole, head, tail):
@@ -196,33 +176,6 @@ def test_only_due_blocks_are_reported(parties):
     whole.replica.between_steps(False, 0.1)  # without a network process
     whole.do(local.DropSwap(b"x" * 16))
     assert whole.counters.outer_clocks == [1, 0, 1, 0, 1, 0]
-
-
-def test_stage_averages_only_its_own_blocks(parties):
-    short, tail, whole = parties(SHORT, TAIL, WHOLE)
-    assert blocks_shared(short, tail) == b""
-    assert blocks_shared(whole, tail) == tail.facts.blocks()
-    assert {
-        party.facts.fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)
-    } == {whole.facts.fingerprint(bytes(32), bytes(32), bytes(32))}
-    assert (
-        len(
-            {
-                party.facts.state_fingerprint(bytes(32), bytes(32), bytes(32))
-                for party in (short, tail, whole)
-            }
-        )
-        == 3
-    )
-    # it holds no block of fragment 1, so its step needs no partner and changes nothing
-    assert within(short.facts.blocks(), 1, FRAGMENTS) == b""
-    before, version = short.weights(), short.counters.policy_version
-    short.counters.step = 4
-    short.replica.between_steps(True, 0.1)
-    short.do(local.DropSwap(b"x" * 16))
-    assert short.said == []
-    assert (short.counters.outer_clocks, short.counters.policy_version) == ([0, 0], version)
-    assert all(torch.equal(t, before[name]) for name, t in short.weights().items())
 
 
 def spread(parties):

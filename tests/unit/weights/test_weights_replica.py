@@ -1,7 +1,6 @@
 """The trainer's half by itself: kills, reverts, a missing network process, adopted states."""
 
 import hashlib
-import threading
 
 import msgspec
 import pytest
@@ -228,34 +227,6 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
-def test_dropped_exchange_has_no_effect(made, monkeypatch):
-    a, copying, go_on = made("a"), threading.Event(), threading.Event()
-    encode = codecs.encode_smallest
-
-    def slow(*args, **options):
-        copying.set()
-        assert go_on.wait(10)
-        return encode(*args, **options)
-
-    monkeypatch.setattr(codecs, "encode_smallest", slow)
-    dropped = [number.to_bytes(16, "big") for number in range(200)]
-    a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
-    assert copying.wait(10)
-    for session in dropped:
-        a.replica.receive(local.TakeSnapshot(session, 0, BLOCKS))
-        a.replica.receive(local.ApplyPayload(session, 0, "peer", 0, "nothing", BLOCKS))
-        a.replica.receive(local.DropSwap(session))
-    a.replica.receive(local.DropSwap(SESSION))
-    a.replica.receive(local.SoloStep(0, BLOCKS))
-    go_on.set()
-    a.settle()
-    assert not a.said
-    assert not list(a.directory.glob("*/out-*"))
-    assert not a.between()
-    assert a.counters.solo_steps_total == 1, "the step alone"
-    assert not a.said
-
-
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
@@ -346,44 +317,6 @@ def test_reverts_an_exchange_after_a_restart(made, tmp_path, reward, kept):
     assert not again.replica.observe(0.0 if kept else reward), "taken back once"
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("then", ["alone", "lagging", "exchange", "other fragment"])
-def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, then, restarts):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    for _ in range(3):
-        a.replica.observe(0.5)
-    before, slow = a.weights(), a.phi()
-    a.exchange(partner)
-    a.between()
-    if then == "alone":
-        a.step(size=0.0)
-        a.solo(0)
-    elif then == "lagging":
-        a.counters.outer_clocks = [100, 100]
-        a.fetched(partner, b"z" * 16, peer="late")
-        a.between()
-        a.between()
-    else:
-        partner.step(seed=3, size=0.01)
-        a.fetched(
-            partner, b"z" * 16, fragment=int(then == "other fragment"), peer="second", outer_step=1
-        )
-        a.between()
-        a.between()
-    moved = {name for name, phi in a.phi().items() if not torch.equal(phi, slow[name])}
-    assert (moved == set(slow)) == (then == "other fragment")
-    if restarts:
-        a.save(tmp_path / "s")
-        a = made("b")
-        a.load(tmp_path / "s")
-    assert a.replica.observe(0.1)
-    assert identical(a.weights(), before)
-    assert identical(a.phi(), slow)
-    blamed = [message.peer for message in a.said if isinstance(message, local.SwapReverted)]
-    assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
-
-
 def test_large_policy_reverts_the_last_exchange(made, monkeypatch):
     monkeypatch.setattr("swarmnode.weights.trainer.outer.UNDO_WEIGHTS", 0)
     a, partner = made("a"), made("c")
@@ -425,24 +358,6 @@ def test_few_lagging_peers_do_not_change_the_counter(made):
     assert min(a.counters.outer_clocks) >= 500
 
 
-def test_absurd_outer_step_is_corrected_by_partners(made):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    a.counters.outer_clocks = [10**8, 10**8]
-    for number, claim in enumerate((40, 41, 39)):
-        a.step()
-        a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
-        a.between()
-        a.between()
-    assert a.counters.outer_clocks == [43, 40], (
-        "where most of them are; three steps of the first were taken alone"
-    )
-    a.step()
-    a.fetched(partner, b"z" * 16, outer_step=43)
-    assert not a.between()
-    assert a.between()
-
-
 def test_outer_step_is_solo_without_a_network_process(made):
     a = made("a")
     a.step()
@@ -453,48 +368,6 @@ def test_outer_step_is_solo_without_a_network_process(made):
     assert not a.replica.between_steps(False, 0.1, stepped=False)
     assert a.counters.solo_steps_total == 1
     assert a.counters.outer_clocks == [1, 0]
-
-
-def test_lone_node_trains_as_without_averaging(made):
-    a, off = made("a"), made("b")
-    version = a.counters.policy_version
-    for seed in range(20):
-        for each in (a, off):
-            each.step(seed=seed)
-        assert not a.replica.between_steps(False, 0.1)
-        for each in (a, off):  # trains on while the worker copies
-            each.step(seed=100 + seed)
-        a.settle()
-        assert not a.replica.between_steps(False, 0.1, stepped=False)
-        assert identical(a.weights(), off.weights())
-    assert a.counters.outer_clocks == [10, 10]
-    assert a.counters.solo_steps_total == 20
-    assert a.counters.policy_version == version
-    assert not any(bool(t.any()) for n, t in a.replica.tensors().items() if n.startswith("delta."))
-    for fragment in (0, 1):
-        a.solo(fragment)
-    assert identical(a.phi(), a.weights())
-
-
-def test_lagging_partner_changes_nothing(made):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    a.exchange(partner)
-    assert a.between()
-    a.step(seed=3)
-    a.counters.outer_clocks = [100, 100]
-    before, version = a.weights(), a.counters.policy_version
-    momentum = {n: t for n, t in a.replica.tensors().items() if n.startswith("delta.")}
-    assert any(bool(t.any()) for t in momentum.values())
-    a.fetched(partner, b"z" * 16, peer="late")
-    for _ in range(2):
-        assert not a.between()
-    assert a.said[-1].outcome == "lagging"
-    assert a.counters.outer_clocks == [101, 100]
-    assert a.counters.policy_version == version
-    assert identical(a.weights(), before)
-    assert all(torch.equal(a.phi()[n], before[n]) for n in a.tensors.names(0))
-    assert all(torch.equal(a.replica.tensors()[n], t) for n, t in momentum.items())
 
 
 def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):

@@ -604,23 +604,3 @@ async def test_a_trickling_proposer_cannot_hold_a_node(autojump_clock):
     """One hostile neighbour and one honest one."""
     others, _, _ = await averaged(2, ["trickles"], count=1)
     assert others > 0.8
-
-
-@pytest.mark.parametrize("step_seconds", [1.0, 0.5])
-@pytest.mark.parametrize("seed", range(3))
-async def test_of_three_nodes_in_step_none_is_left_out(seed, step_seconds, autojump_clock):
-    """In all rounds, one edge ranks first for both of its nodes. A round may last twice as long as
-    its steps."""
-    rounds, seconds = 12, 4
-    kinds = {"a": Party, "b": Party, "c": Party}
-    async with swarm(kinds, seed=seed, every=seconds) as parties:
-        for party in parties.values():
-            party.encodes_in = party.judges_in = party.sends_in = 0.1
-        for _ in range(rounds):
-            for party in parties.values():
-                party.due(step_seconds=step_seconds, steps=seconds)
-            await trio.sleep(seconds)
-        for party in parties.values():
-            await settled(party)
-        applied = [party.outcome("applied") for party in parties.values()]
-        assert min(applied) >= rounds / 4, applied
