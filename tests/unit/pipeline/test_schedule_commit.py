@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from swarmnode.errors import BadMessage
-from swarmnode.stages.stage_frames import Fence, Participant, Place
+from swarmnode.stages.stage_frames import Fence, Place
 from swarmnode.stages.trainer import schedule_1f1b
 from swarmnode.stages.trainer.schedule_1f1b import Schedule
 
@@ -119,67 +118,6 @@ def test_frames_that_come_twice_or_unasked_change_nothing():
     assert schedule.next() == ("backward", 7)
     assert not schedule.forward_arrived(7, "limited")
     assert schedule.next() is None
-
-
-def prepared(attempt=1):
-    stage = Participant(5)
-    stage.propose(attempt, [3])
-    stage.record_gradient(3)
-    stage.acknowledged = True
-    return stage
-
-
-def test_step_is_complete_with_the_proposed_micro_batches():
-    stage = Participant(5)
-    assert not stage.may_accumulate(1), "nothing is proposed"
-    stage.propose(1, [1, 2])
-    assert [stage.may_accumulate(m) for m in (1, 2, 3)] == [True, True, False]
-    stage.record_gradient(1)
-    assert (stage.may_accumulate(1), stage.complete) == (False, False)
-    with pytest.raises(KeyError):
-        stage.record_gradient(1)
-    stage.record_gradient(2)
-    assert (stage.accumulating, stage.complete) == (True, True)
-    stage.acknowledged = True
-    assert (stage.accumulating, stage.complete) == (False, False)
-    stage.commit(1)
-    assert (stage.step, stage.acknowledged, stage.accumulating) == (6, False, False)
-
-
-@pytest.mark.parametrize("attempt", [0, 2])
-def test_only_the_prepared_attempt_is_committed_and_once(attempt):
-    stage = prepared()
-    with pytest.raises(BadMessage):
-        stage.commit(attempt)
-    stage.commit(1)
-    with pytest.raises(BadMessage):
-        stage.commit(1)
-    assert stage.step == 6
-
-
-def test_no_commit_before_the_acknowledgement():
-    stage = Participant(5)
-    stage.propose(1, [1])
-    stage.record_gradient(1)
-    with pytest.raises(BadMessage):
-        stage.commit(1)
-    assert stage.step == 5
-
-
-def test_an_aborted_attempt_is_followed_by_a_higher_one():
-    stage = prepared()
-    with pytest.raises(BadMessage):
-        stage.abort(2)
-    with pytest.raises(BadMessage):
-        stage.propose(2, [4])
-    stage.abort(1)
-    assert (stage.step, stage.acknowledged, stage.may_accumulate(3)) == (5, False, False)
-    for late in (lambda: stage.abort(1), lambda: stage.commit(1), lambda: stage.propose(1, [4])):
-        with pytest.raises(BadMessage):
-            late()
-    assert stage.newest == 3
-    stage.propose(2, [4])
-    assert stage.may_accumulate(4)
 
 
 @pytest.mark.parametrize(

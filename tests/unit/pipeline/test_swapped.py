@@ -14,7 +14,7 @@ from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.corrections import importance_weights
 from swarmnode.rl.objectives import Objective, policy_loss
-from swarmnode.stages.specs import Hop, Routes, backward_hop, forward_hop, swapped_route
+from swarmnode.stages.specs import backward_hop, forward_hop, swapped_route
 from swarmnode.stages.stage_frames import FrameLimits
 from swarmnode.stages.trainer.pipeline import WorkerSettings
 from swarmnode.stages.trainer.stage_batches import LearnRow
@@ -184,11 +184,3 @@ def test_every_hop_is_known_by_who_it_comes_from(stages):
         assert backward_hop(route, route[i].stage, route[i - 1].stage) == i - 1
     assert forward_hop(route, 2, 0) is None
     assert backward_hop(route, 0, stages - 1) is None
-
-
-def test_half_of_the_micro_batches_and_no_score_is_swapped():
-    routes = Routes(4, True)
-    assert routes.route(2) == tuple(Hop(i, "all") for i in range(4))
-    assert routes.route(3) == swapped_route(4)
-    assert routes.route(3, "score") == routes.route(2)
-    assert Routes(4, False).route(3) == routes.route(2)

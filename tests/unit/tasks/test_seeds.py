@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from swarmnode.tasks.registry import TASKS
 from swarmnode.tasks.seeds import (
-    EVALUATION_BIT,
     INDEX_SPAN,
     SEED_LIMIT,
     SEQUENCE_LIMIT,
@@ -78,23 +77,6 @@ def test_an_evaluation_address_is_an_address_and_held_out(task, block):
 def test_consecutive_questions_differ(peer, sequence):
     if sequence + 1 < SEQUENCE_LIMIT:
         assert task_seed(SWARM, peer, sequence, TASK) != task_seed(SWARM, peer, sequence + 1, TASK)
-
-
-@given(peers, sequences, difficulties)
-def test_a_sender_cannot_choose_its_question(peer, sequence, difficulty):
-    seed, index = task_seed(SWARM, peer, sequence, TASK, difficulty)
-    ref = reference(seed, index, TASK, difficulty)
-    assert check_seed(SWARM, peer, sequence, ref)
-    for wrong in (
-        reference(seed + INDEX_SPAN, index, TASK, difficulty),
-        reference(seed, (index + 1) % INDEX_SPAN, TASK, difficulty),
-        reference(seed | EVALUATION_BIT, index, TASK, difficulty),
-        reference(seed, index, "rg/lcm", difficulty),
-        reference(seed, index, TASK, (difficulty + 1) % 256),
-    ):
-        assert not check_seed(SWARM, peer, sequence, wrong)
-    assert not check_seed(SWARM[::-1], peer, sequence, ref)
-    assert not check_seed(SWARM, peer + "x", sequence, ref)
 
 
 hostile = st.integers(-(2**90), 2**90)
