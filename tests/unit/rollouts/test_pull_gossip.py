@@ -2,7 +2,6 @@
 silent or take too much."""
 
 import contextlib
-import itertools
 from collections import Counter
 
 import msgspec
@@ -12,11 +11,11 @@ import trio
 from swarmnode.demo.liar.author import Author
 from swarmnode.errors import PeerError
 from swarmnode.rollouts.network.exchange import ANSWER_SECONDS
-from swarmnode.rollouts.network.puller import FAILED_SECONDS, FORWARD_SECONDS
+from swarmnode.rollouts.network.puller import FAILED_SECONDS
 from swarmnode.rollouts.network.shelf import POLLS_SERVED
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.listings import GroupsRequest, ListingRequest, ListingResponse
-from tests.support.pulling import EPOCH, LIFE, SWARM, Holder, PullSwarm, Reader, clock, never
+from swarmnode.wire.listings import ListingRequest, ListingResponse
+from tests.support.pulling import EPOCH, LIFE, SWARM, Holder, PullSwarm, Reader, clock
 
 PATIENCE = limits.PATIENCE_SECONDS
 
@@ -60,26 +59,6 @@ async def test_empty_poll_is_answered_after_its_patience(lone, autojump_clock):
         began = trio.current_time()
         assert (await reader.poll(lone.peers[0], patience)).groups == []
         assert trio.current_time() - began == pytest.approx(patience)
-
-
-async def test_answers_to_one_reader_are_a_second_apart(lone, nursery, autojump_clock):
-    reader, answered = Reader(lone.medium), []
-
-    async def poll_again_and_again():
-        while True:
-            answer = await reader.poll(lone.peers[0], PATIENCE)
-            answered.append((trio.current_time(), len(answer.groups)))
-            await trio.sleep(0.001)
-
-    nursery.start_soon(poll_again_and_again)
-    for sequence in range(50):
-        await lone.publish(0, sequence)
-        await trio.sleep(0.1)
-    await trio.sleep(2)
-    times = [at for at, _ in answered]
-    assert all(later - earlier >= 1.0 - 1e-9 for earlier, later in itertools.pairwise(times))
-    assert len(times) <= 7
-    assert sum(count for _, count in answered) == 50, "and nothing is left out"
 
 
 async def test_two_polls_of_one_reader_are_not_answered_together(lone, nursery, autojump_clock):
@@ -164,24 +143,6 @@ async def test_a_peer_has_its_allowance_and_others_are_served(pair, autojump_clo
     assert pair.serving(0).served["busy"] >= statuses.count("busy") + 1
 
 
-async def test_unknown_and_malformed_fetches_are_counted(lone, autojump_clock):
-    await lone.publish(0, *range(2))
-    reader = Reader(lone.medium)
-    contents = [listed.content for listed in (await reader.poll(lone.peers[0])).groups]
-    for data in (
-        b"\x81" + bytes(400),
-        codec.encode(GroupsRequest(contents[:1] * 2)),
-        codec.encode(GroupsRequest([])),
-        b"",
-    ):
-        with pytest.raises(PeerError):
-            await reader.ask(lone.peers[0], ids.GROUPS_PROTOCOL, data)
-    with pytest.raises(PeerError):  # longer than a request may be
-        await reader.fetch(lone.peers[0], *(number.to_bytes(32) for number in range(1000)))
-    assert await reader.fetch(lone.peers[0], b"x" * 32, contents[0]) == ["unknown", "ok"]
-    assert lone.serving(0).served == {"listing": 1, "malformed": 4, "unknown": 1, "group": 1}
-
-
 # -- demand
 
 
@@ -199,20 +160,6 @@ async def test_short_trainer_gets_new_groups_within_a_second(pair, autojump_cloc
         await pair.publish(0, step)
         await trio.sleep(1.5)
         assert pair.admitted_of(1, 0) == step + 1
-
-
-async def test_idle_trainer_gets_one_group_in_ten_seconds(pair, autojump_clock):
-    """It fetches the groups of the first two steps, and then forwards."""
-    for sequence in range(4):
-        await pair.publish(0, *range(8 * sequence, 8 * sequence + 8))
-        await trio.sleep(5)
-    first = pair.admitted_of(1, 0)
-    assert 16 <= first <= 18
-    for sequence in range(60):
-        await pair.publish(0, *range(100 + 4 * sequence, 104 + 4 * sequence))
-        await trio.sleep(10)
-    forwarded = pair.admitted_of(1, 0) - first
-    assert 600 / FORWARD_SECONDS * 0.7 <= forwarded <= 600 / FORWARD_SECONDS + 1
 
 
 async def test_groups_cross_a_node_that_does_not_train(nursery, autojump_clock):
@@ -254,23 +201,6 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
     assert lone.admitted_of(0, honest.author) == lone.admitted_of(0, liar.author) == 4
     assert (lone.networks[0].score(liar.peer) < -25) is costs
     assert lone.networks[0].score(honest.peer) >= 0
-
-
-async def test_failed_lone_holder_is_retried_after_a_minute(nursery, autojump_clock):
-    """The poll that was under way during the failure is answered without news meanwhile."""
-    swarm = PullSwarm(1)
-    holder = Holder(swarm.medium)
-    holder.serve_groups(never)
-    for sequence in range(4):
-        await holder.add(sequence)
-    await swarm.start(nursery)
-    await trio.sleep(FAILED_SECONDS / 2)
-    holder.serve_groups(holder.give)
-    assert swarm.admitted_of(0, holder.author) == 0
-    await trio.sleep(FAILED_SECONDS / 2 - 1)
-    assert holder.fetched == []
-    await trio.sleep(10)
-    assert swarm.admitted_of(0, holder.author) == 4
 
 
 @pytest.mark.parametrize(
@@ -332,16 +262,6 @@ async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
     assert swarm.outcomes(0) == {"stale": 1}
     assert swarm.pulling(0).pulled == {"refused": 1}
     assert swarm.networks[0].score(holder.peer) == swarm.networks[0].score(author.peer) == 0
-
-
-async def test_late_lister_is_polled_soon(nursery, autojump_clock):
-    swarm = await PullSwarm(2).start(nursery, 1)
-    await trio.sleep(8)
-    assert swarm.pulling(1).listings["unsupported"] >= 2
-    await swarm.start(nursery, 0)
-    await swarm.publish(0, 0)
-    await trio.sleep(8)
-    assert swarm.admitted_of(1, 0) == 1
 
 
 async def test_cancelling_leaves_nothing_behind(autojump_clock):

@@ -1,16 +1,13 @@
 """The rollout service of a node, in virtual time: publishing, and the outcome of fetched groups."""
 
-import random
 from collections import Counter
 
 import msgspec
 import pytest
 import trio
 
-from swarmnode.demo.liar.author import completion
 from swarmnode.rollouts.groups import Draw
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.wire import tensors
 from tests.support.authors import Author
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, policy
@@ -35,36 +32,6 @@ async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, mo
     assert len({entry.group.peer for entry in entries}) == 2
     assert {entry.source for entry in entries} == {"192.0.2.0/24"}
     assert all(entry.is_direct for entry in entries)
-
-
-def incompressible(author, sequence):
-    """A group of 480 KB as sent: sixteen answers of 6,000 tokens, none like another."""
-    rng, own = random.Random(0), author.own_group(sequence, size=16)
-    long = [own.completions[0]]
-    for _ in range(15):
-        logprobs = [-rng.random() for _ in range(6_000)]
-        text = completion("".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=6_000)))
-        long.append(
-            msgspec.structs.replace(
-                text, logprobs=tensors.pack_logprobs(logprobs), logprob=sum(logprobs)
-            )
-        )
-    return msgspec.structs.replace(own, completions=long, rewards=[1.0] + 15 * [0.0])
-
-
-async def test_new_node_receives_a_step_of_long_groups(nursery, autojump_clock):
-    """A request has 1 MiB, two of these groups. A new node may take that much at once, and one
-    group in eight seconds; in between the answer is `busy`."""
-    swarm = await PullSwarm(2).start(nursery)
-    for sequence in range(8):
-        own = incompressible(swarm.authors[0], sequence)
-        assert swarm.exchanges[0].publish(own) == "published"
-    await trio.sleep(90)
-    assert swarm.serving(0).shelf.bytes > 8 * 470_000
-    assert swarm.outcomes(1)["admitted"] == 8
-    assert swarm.pulling(1).pulled["ok"] == 8
-    assert swarm.pulling(1).claims.faults == {}
-    assert 0 < swarm.serving(0).served["busy"] < 64
 
 
 async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
@@ -149,25 +116,6 @@ async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
             msgspec.structs.replace(swarm.authors[0].own_group(0), completions=broken)
         )
         == "invalid"
-    )
-
-
-async def test_long_group_is_published_without_token_ids(swarm, autojump_clock):
-    own = msgspec.structs.replace(
-        swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0]
-    )
-    # 1.3 MB with ids, a few hundred bytes of compressed text without
-    assert swarm.exchanges[0].publish(own) == "published"
-    words = ["".join(random.Random(n).choices("0123456789abcdef", k=16_000)) for n in range(64)]
-    rare = [
-        msgspec.structs.replace(c, text=c.text * 4)
-        for c in swarm.authors[0].own_group(1, texts=words).completions
-    ]
-    assert (
-        swarm.exchanges[0].publish(
-            msgspec.structs.replace(swarm.authors[0].own_group(1), completions=rare)
-        )
-        == "oversize"
     )
 
 

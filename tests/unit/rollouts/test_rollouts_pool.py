@@ -77,27 +77,6 @@ def test_a_group_larger_than_a_peers_share_is_refused():
     assert not pool.add(external_group("a", 0, text="x" * 2**17), now=0.0, policy_version=0)
 
 
-def test_full_pool_evicts_the_largest_peers_oldest_group():
-    pool = Pool(64 * 2**20, max_groups=8, peer_share=0.5)
-    for peer, number in [
-        ("b", 0),
-        ("a", 1),
-        ("a", 2),
-        ("a", 3),
-        ("c", 4),
-        ("c", 5),
-        ("d", 6),
-        ("e", 7),
-        ("f", 8),
-    ]:
-        pool.add(external_group(peer, number), now=float(number), policy_version=0)
-    stats = pool.statistics(8.0)
-    assert (stats.groups, stats.evicted_full) == (8, 1)
-    left = {(g.peer, g.group.sequence) for _ in range(8) for g in draw(pool, 2)}
-    assert ("a", 1) not in left
-    assert ("b", 0) in left
-
-
 def test_groups_expire_by_age():
     pool = filled("ab", 2)
     pool.expire(now=3600.5, policy_version=0)

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from swarmnode.config import WeightsConfig
-from swarmnode.swarm.known import KnownPeers
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, common, pack, unpack, within
-from swarmnode.weights.local import LocalReplica
-from swarmnode.weights.messages import Here
-from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import Losses
 from swarmnode.weights.trainer.replica import Replica
@@ -29,17 +25,6 @@ HEAD, TAIL = {0, 2, 3}, {1, 4, 5}
 """Two layers each, by blocks."""
 SHORT, LONG = {0, 2}, {1, 3, 4, 5}
 """The same policy, cut after the first layer."""
-
-
-class StubNetwork:
-    def __init__(self, peer_id, peers):
-        self.peer_id, self._peers = peer_id, peers
-
-    def connected(self):
-        return self._peers
-
-    def is_allowed(self, peer):
-        return True
 
 
 class Agreeable:
@@ -256,30 +241,3 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     ]
     assert all(torch.equal(t, before[name]) for name, t in head.weights().items())
     assert everything.blocks == pack({1, 3, 5})
-
-
-async def test_partners_with_the_whole_fragment_are_asked_first(parties):
-    whole, head = parties(WHOLE, HEAD)
-    replica = LocalReplica()
-    held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}
-    network = StubNetwork("me", [*held, "other"])
-    asked = Discovery(network, replica, bytes(32), lambda: 0.0, KnownPeers(everyone=True))
-    for party, expected in (
-        (whole, ({"w1", "w2", "l"}, {"h"})),
-        (head, ({"w1", "w2", "h", "l"}, set())),
-    ):
-        replica.start(party.facts, bytes(32), bytes(32), bytes(32))
-        for peer, blocks in held.items():
-            asked.received(
-                peer, Here(replica.fingerprint, 100 if peer == "far" else 3, pack(blocks))
-            )
-        asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
-        first, then = expected
-        order, best = asked.ordered(within(party.facts.blocks(), 1, FRAGMENTS), 3)
-        assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [
-            first,
-            then,
-            "far",
-        ]
-        assert best == len(first)
-    assert set(asked.alike()) == {"h"}

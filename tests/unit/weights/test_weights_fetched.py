@@ -1,7 +1,6 @@
 """Fetching a payload: a broken transfer is resumed while it progresses."""
 
 import secrets
-import weakref
 
 import pytest
 import trio
@@ -10,7 +9,7 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource
 from swarmnode.weights.network import payload_store
-from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore, RemotePayload
+from swarmnode.weights.network.payload_store import PayloadStore, RemotePayload
 
 CHUNK = 4096
 CHUNKS = 12
@@ -103,26 +102,6 @@ async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_cloc
     with pytest.raises(type(error)):
         await fetch(bulk, tmp_path)
     assert bulk.tried == 1
-
-
-async def test_offers_end_and_their_files_are_deleted(tmp_path, autojump_clock):
-    bulk = Breaking([])
-    store = PayloadStore(bulk, tmp_path)
-    path = tmp_path / "out-0.bin"
-    path.write_bytes(b"weights")
-    payload = LocalPayload(BulkSource.from_file(path), path)
-    mapped = weakref.ref(payload.source)
-    first = store.offer(payload, 100.0, ["peer"])
-    del payload
-    second = store.offer_again(first, 200.0, ["other"])
-    store.shorten(first, 5.0)
-    store.shorten(second, 300.0)
-    for now, offers in ((4.0, 2), (5.0, 1), (199.0, 1), (200.0, 0)):
-        store.expire(now)
-        assert len(bulk.offered) == offers
-        assert path.exists() == store.is_offered(second) == bool(offers)
-    assert mapped() is None, "its disk space is free"
-    assert store.offer_again(second, 300.0, ["peer"]) is None
 
 
 async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):

@@ -260,26 +260,6 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
     assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
 
 
-@pytest.mark.parametrize("meanwhile", ["dropped", "overtaken"])
-def test_verdict_on_an_ended_exchange_is_ignored(made, meanwhile):
-    a, partner = made("a", asking=True), made("c")
-    a.step()
-    partner.step(seed=2)
-    a.exchange(partner)
-    if meanwhile == "dropped":
-        a.replica.receive(local.DropSwap(SESSION))
-    else:
-        a.solo(0)
-    before = a.weights()
-    a.probe.answer(Losses(1.0, 0.9))
-    assert not a.between()
-    assert a.said[-1] == msgspec.structs.replace(
-        ENDED_LOCALLY, outer_step=a.counters.outer_clocks[0]
-    )
-    assert not a.between()
-    assert identical(a.weights(), before)
-
-
 def test_a_fall_of_reward_takes_the_exchange_back(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
@@ -293,28 +273,6 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
     assert identical(a.weights(), before)
     assert a.counters.policy_version == version + 2
     assert a.said[-1] == local.SwapReverted("peer")
-
-
-@pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
-def test_reverts_an_exchange_after_a_restart(made, tmp_path, reward, kept):
-    a, b, partner = made("a"), made("b"), made("c")
-    partner.step(seed=2)
-    a.step()
-    for _ in range(3):
-        a.replica.observe(0.5)
-    before, slow = a.weights(), a.phi()
-    a.exchange(partner)
-    a.between()
-    a.save(tmp_path / "s")
-    b.load(tmp_path / "s")
-    after = b.weights()
-    assert b.replica.observe(reward) != kept
-    assert identical(b.weights(), after if kept else before)
-    assert kept or (identical(b.phi(), slow) and b.said[-1] == local.SwapReverted("peer"))
-    b.save(tmp_path / "s")
-    again = made("d")
-    again.load(tmp_path / "s")
-    assert not again.replica.observe(0.0 if kept else reward), "taken back once"
 
 
 def test_large_policy_reverts_the_last_exchange(made, monkeypatch):
@@ -343,19 +301,6 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     assert ENDED_LOCALLY in [
         msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.SwapEnded)
     ]
-
-
-def test_few_lagging_peers_do_not_change_the_counter(made):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    a.counters.outer_clocks = [500, 500]
-    for number in range(13):
-        a.step()
-        claim = a.counters.outer_clocks[0] + number % 3 - 1 if number < 10 else 0
-        a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
-        a.between()
-        a.between()
-    assert min(a.counters.outer_clocks) >= 500
 
 
 def test_outer_step_is_solo_without_a_network_process(made):

@@ -111,22 +111,6 @@ async def test_crossing_proposals_become_one_swap(first, autojump_clock):
         assert not any(solo_steps(party) for party in parties.values())
 
 
-async def test_an_accepted_swap_satisfies_the_pending_step(autojump_clock):
-    """A peer proposes to b while its search pauses because all peers are busy."""
-    async with swarm({"a": Party, "b": Party}, every=EVERY) as parties:
-        a, b = parties["a"], parties["b"]
-        a.may_accept = False
-        b.due()
-        await trio.sleep(3 * DELAY)
-        assert b.outcome("busy") == 1
-        a.may_accept = True
-        a.encodes_in = a.judges_in = b.encodes_in = b.judges_in = a.sends_in = b.sends_in = 0.0
-        a.due()
-        await settled(b)
-        assert b.applied == {"a": 1}
-        assert solo_steps(b) == 0
-
-
 async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
@@ -479,22 +463,6 @@ async def test_blocks_that_no_partner_holds_step_alone(autojump_clock):
         assert whole.applied == {"head": 1}
         alone = [m for m in whole.to_trainer if isinstance(m, local.SoloStep)]
         assert alone == [local.SoloStep(0, pack({3}))], "the second layer"
-
-
-async def test_a_swap_omits_blocks_that_were_just_averaged(autojump_clock):
-    async with swarm({"whole": Party, "head": HEAD, "other": Party}) as parties:
-        whole, head, other = parties.values()
-        whole.due(steps=1)
-        await trio.sleep(0.1)
-        head.exchange.answer("whole", requested(whole))  # busy: its own swap is under way
-        await trio.sleep(5.0)
-        assert whole.applied
-        whole.exchange._rest_until = {2: trio.current_time() + 50.0}
-        answer = whole.exchange.answer("stranger", requested(other, 7))
-        assert isinstance(answer, Accepted)
-        assert answer.blocks == pack({3})
-        whole.exchange._rest_until[3] = whole.exchange._rest_until[2]
-        assert isinstance(whole.exchange.answer("another", requested(other, 8)), Busy)
 
 
 async def test_an_answer_with_blocks_that_were_not_proposed_is_false(autojump_clock):
