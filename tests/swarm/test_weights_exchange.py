@@ -8,6 +8,7 @@ import pytest
 import torch
 import trio
 
+from swarmnode.config import WeightsConfig
 from swarmnode.p2p import identity
 from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
@@ -147,6 +148,10 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
         )
 
 
+OPEN = WeightsConfig(fragments=1, partners="anyone")
+"""It averages with strangers, but takes no first weights from them."""
+
+
 @pytest.mark.parametrize("names_it", [False, True])
 async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
@@ -159,6 +164,8 @@ async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_pat
                 averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
             )
             node.step()
+            node.replica.receive(local.SoloStep(0, node.blocks()))  # φ is its own now
+            await until(partial(getattr, node.counters, "solo_steps_total"))
             node.counters.outer_clocks = [clock] * 2
             node.connect()
             if number == 0:
@@ -167,7 +174,7 @@ async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_pat
             await wait_connected(networks[2], 2)
         known = KnownPeers(frozenset({networks[0].peer_id} if names_it else ()))
         new = await stack.enter_async_context(
-            averaging(networks[2], keys[2], tmp_path / "2", fresh=True, known=known)
+            averaging(networks[2], keys[2], tmp_path / "2", cfg=OPEN, fresh=True, known=known)
         )
         before = new.weights()
         await until(lambda: new.replica.wait_for_state(0))
