@@ -1,14 +1,14 @@
-"""Tries a policy before training: samples, computes log-probabilities by every method, and computes
-gradients.
+"""Tries a policy before training.
 
-    sample     two questions of different length, by both engines
+    sample     two questions of different length, by the engine that training would choose
     score      the same tokens again: log-probabilities must equal those of sampling
-    length     answers of `training.max_completion_length` tokens, by every method
-    gradient   by every method that works with the model
+    gradient   an answer of `training.max_completion_length` tokens, by the method that training
+               would choose
 
-A method that does not work with the model is not used (`ways.py`). A model that cannot be sampled
-from or trained at all is refused in one line before training starts. A trainer stores the result of
-a trial and does not repeat it for the same model on the same machine (`try_once`).
+An engine or method that does not work with the model is not used (`ways.py`), and the next one is
+tried. A model that cannot be sampled from or trained at all is refused in one line before training
+starts. A trainer stores the result of a trial and does not repeat it for the same model on the same
+machine (`try_once`).
 """
 
 from __future__ import annotations
@@ -33,36 +33,22 @@ from swarmnode.files import write_atomically
 from swarmnode.model_defaults import is_on_hub
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.selector import answered
+from swarmnode.policy.engine.selector import EngineChoice, Kind, answered
 from swarmnode.policy.fingerprint import canonical
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_untried
-from swarmnode.policy.logprobs import (
-    PACKED_COLUMNS,
-    WAYS,
-    Row,
-    Way,
-    collate,
-    completion_logprobs,
-    logprobs_by,
-    splits_head,
-    takes_way,
-)
+from swarmnode.policy.logprobs import Row, collate, completion_logprobs, logprobs_by
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
 from swarmnode.policy.slots import unsuited
-from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows, widest_bound
+from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, widest_bound
 
 QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3. Answer: ")
 TOKENS = 8
 """Tokens to sample for each answer."""
 ROWS = 2
 """Answers to each question."""
-PARTS = len(WAYS) + 2
-"""Parts of a trial: sampling, each method of computing gradients, and the longest answer."""
-NORM_BOUND = {torch.float32: 0.01}
-"""Relative difference of gradient norms from the reference method above which a method is wrong."""
-NORM_BOUND_ELSEWHERE = 0.3
-"""The same bound in 16 bits."""
+PARTS = 2
+"""Parts of a trial: sampling and training."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +57,8 @@ class Trial:
 
     tokens: int
     """Number of sampled tokens."""
-    engines: Sequence[str]
-    """Engines that can sample from the model."""
+    engine: str
+    """Engine that samples from the model."""
     warnings: Sequence[str]
     """Settings that an operator should change, one line each."""
     refused: Sequence[str]
@@ -82,10 +68,7 @@ class Trial:
 
     def __str__(self) -> str:
         when = f"in {self.seconds:.1f} s" if self.seconds else "at an earlier start"
-        found = (
-            f"{self.tokens} tokens sampled ({', '.join(self.engines)}), scored and trained on"
-            f" {when}"
-        )
+        found = f"{self.tokens} tokens sampled ({self.engine}), scored and trained on {when}"
         return "; ".join([found, *(f"not used: {way}" for way in self.refused)])
 
 
@@ -126,8 +109,9 @@ def try_loaded(
     name, started = f"policy.model {cfg.model!r}", time.monotonic()
     try:
         report(1, PARTS)
-        rows, engines = try_sampling(name, policy, training, alive)
-        warnings = try_training(name, policy, training, rows, alive, report)
+        rows, engine = try_sampling(name, policy, training, alive)
+        report(2, PARTS)
+        warnings = try_training(name, policy, training, rows)
     except SwarmNodeError:
         raise
     except Exception as error:
@@ -136,7 +120,7 @@ def try_loaded(
         raise Unavailable(f"{name} cannot be trained: {reason(error)}") from error
     unused = [f"{way} ({why})" for way, why in refused(policy).items()]
     sampled = sum(row.tokens for row in rows)
-    return Trial(sampled, engines, warnings, unused, time.monotonic() - started)
+    return Trial(sampled, engine, warnings, unused, time.monotonic() - started)
 
 
 class TrialRecord(msgspec.Struct, frozen=True):
@@ -188,7 +172,7 @@ def trial_key(cfg: PolicyConfig, policy: Policy, training: TrainingConfig) -> st
         policy.fingerprint.hex(),
         policy.tokenizer_hash.hex(),
         cfg.model_dump_json(exclude={"server"}),
-        [training.max_completion_length, training.temperature],
+        [training.max_completion_length, training.temperature, sorted(training.options)],
         [__version__, torch.__version__, transformers.__version__],
         [str(policy.device), str(policy.dtype), policy.is_spread, processor(policy.device)],
     ]
@@ -216,12 +200,12 @@ def try_sampling(
     policy: Policy,
     training: TrainingConfig,
     alive: Callable[[], None] = lambda: None,
-) -> tuple[list[Row], list[str]]:
-    """Sample by every engine and score the samples. An engine whose log-probabilities differ from
-    those of scoring is not used.
+) -> tuple[list[Row], Kind]:
+    """Sample by the engine that training would choose, and score the samples. If their
+    log-probabilities differ, the continuous engine is not used, and lockstep is tried.
 
     Returns:
-        The sampled rows, and the engines that can sample.
+        The sampled rows and the engine.
 
     Raises:
         Unavailable: No engine can sample.
@@ -237,8 +221,22 @@ def try_sampling(
                 f"{name}: a question of {len(ids):,} tokens leaves no room for an answer in its"
                 f" context of {policy.context:,} tokens"
             )
-    temperature = training.temperature
-    sampling = Sampling(ROWS, min(TOKENS, training.max_completion_length), temperature)
+    temperature, longest = training.temperature, training.max_completion_length
+    sampling = Sampling(ROWS, min(TOKENS, longest), temperature)
+    engine = EngineChoice.of(training.options, longest, unsuited(policy)).kind
+    if engine == "continuous":
+        try:
+            batcher, generator = MicroBatcher(2**20), policy.random_generator(0)
+            groups = answered(Continuous(policy, batcher, sampling, generator), prompts)
+            gap = _sampled_gap(policy, groups, temperature)
+            if gap <= bound(policy):
+                return _rows(groups), engine
+            refuse(policy, "slots", f"its log-probabilities differ by {gap:.2g} nats")
+        except Exception as error:  # a model's code may raise anything
+            if is_oom(error):
+                raise
+            refuse(policy, "slots", reason(error))
+        alive()
     try:
         groups = generate(policy, prompts, sampling, policy.random_generator(0), alive)
         gap = _sampled_gap(policy, groups, temperature)
@@ -248,7 +246,7 @@ def try_sampling(
             gap = _sampled_gap(policy, groups, temperature)
     except SwarmNodeError:
         raise
-    except Exception as error:  # a model's code may raise anything
+    except Exception as error:
         if is_oom(error):
             raise
         raise Unavailable(f"{name} cannot be sampled from: {reason(error)}") from error
@@ -263,52 +261,30 @@ def try_sampling(
             f"{name} cannot be trained: log-probabilities differ by {gap:.2g} nats between sampling"
             " and scoring"
         )
-    engines = ["lockstep"]
-    if not unsuited(policy):
-        try:
-            engine = Continuous(policy, MicroBatcher(2**20), sampling, policy.random_generator(0))
-            others = answered(engine, prompts)
-            gap = _sampled_gap(policy, others, temperature)
-            if not gap <= bound(policy):
-                refuse(policy, "slots", f"its log-probabilities differ by {gap:.2g} nats")
-        except Exception as error:
-            if is_oom(error):
-                raise
-            refuse(policy, "slots", reason(error))
-        alive()
-    if not unsuited(policy):
-        engines.append("continuous")
-    rows = [Row(group.prompt_ids, each.ids) for group in groups for each in group.completions]
-    return rows, engines
+    return _rows(groups), "lockstep"
+
+
+def _rows(groups: Sequence[GroupSample]) -> list[Row]:
+    return [Row(group.prompt_ids, each.ids) for group in groups for each in group.completions]
 
 
 def _sampled_gap(policy: Policy, groups: Sequence[GroupSample], temperature: float) -> float:
     """Return the mean difference in nats between log-probabilities recorded in sampling and those
     of scoring row by row."""
-    rows = [Row(group.prompt_ids, each.ids) for group in groups for each in group.completions]
     recorded = [x for group in groups for each in group.completions for x in each.logprobs]
-    return mean_gap(recorded, _flat(policy, rows, "row by row", temperature))
-
-
-def _flat(policy: Policy, rows: Sequence[Row], way: Way, temperature: float = 1.0) -> list[float]:
-    batch = collate(rows, policy.pad_id, policy.device)
-    found, _ = logprobs_by(way, policy, batch, temperature)
-    return list(found[batch.completion_mask.to(found.device)].tolist())
+    batch = collate(_rows(groups), policy.pad_id, policy.device)
+    scored, _ = logprobs_by("row by row", policy, batch, temperature)
+    return mean_gap(recorded, scored[batch.completion_mask.to(scored.device)].tolist())
 
 
 # ---- training ------------------------------------------------------------------------------------
 
 
 def try_training(
-    name: str,
-    policy: Policy,
-    training: TrainingConfig,
-    rows: Sequence[Row],
-    alive: Callable[[], None] = lambda: None,
-    report: Callable[[int, int], None] = lambda part, parts: None,
+    name: str, policy: Policy, training: TrainingConfig, rows: Sequence[Row]
 ) -> list[str]:
-    """Compute log-probabilities and gradients by every method, and once at the full length of an
-    answer. A method whose values or gradients differ from the reference method is not used.
+    """Compute the gradient of an answer of the full length, by the method that training would
+    choose.
 
     Args:
         rows: Sampled rows.
@@ -319,76 +295,26 @@ def try_training(
     Raises:
         Unavailable: The model cannot be trained.
     """
-    warnings, long = list[str](), long_rows(policy, rows, training.max_completion_length)
-    longest = max(len(row.completion) for row in long)
-    if longest < training.max_completion_length:
+    warnings, long = list[str](), long_row(policy, rows, training.max_completion_length)
+    if long.tokens < training.max_completion_length:
         warnings.append(
             f"answers of training.max_completion_length = {training.max_completion_length} do not"
             f" fit into the model's context of {policy.context:,} tokens, and are cut there"
         )
     try:
-        plain = gradient_norm(policy, trial_rows(policy), "row by row")
-        if not math.isfinite(plain):
-            raise Unavailable(f"{name} cannot be trained: its gradient is not finite")
-        for part, way in enumerate(WAYS, start=2):
-            report(part, PARTS)
-            alive()
-            _try_way(policy, way, plain, long)
-        report(PARTS, PARTS)
-        splits_head(policy)
         warnings += _full_length(name, policy, long, training.temperature)
     finally:
         policy.model.zero_grad(set_to_none=True)
     return warnings
 
 
-def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
-    """Return two answers to one question that repeat sampled tokens. The first has `longest`
-    tokens, but at most the number that fits into the context; the second has a quarter of that."""
+def long_row(policy: Policy, rows: Sequence[Row], longest: int) -> Row:
+    """Return an answer of `longest` tokens that repeats sampled tokens. It has fewer tokens if
+    `longest` do not fit into the context."""
     prompt, answer, _ = max(rows, key=lambda row: len(row.prompt))
     length = policy.room(prompt, longest)
     tokens = [token for token in answer if token not in policy.eos_ids] or answer
-    whole = (tokens * -(-length // len(tokens)))[:length]
-    return [Row(prompt, whole), Row(prompt, whole[: max(1, length // 4)])]
-
-
-def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> None:
-    """Refuse `way` unless it agrees with the reference method.
-
-    Args:
-        plain: Norm of the gradient by the reference method.
-        long: Rows whose log-probabilities are compared, besides the gradient of `trial_rows`.
-    """
-    if way == "row by row" or not takes_way(policy, way):
-        return
-    try:
-        norm = gradient_norm(policy, trial_rows(policy), way)
-        off = abs(norm - plain) / max(plain, 1e-30)
-        if not off <= NORM_BOUND.get(policy.dtype, NORM_BOUND_ELSEWHERE):
-            problem = "differs" if math.isfinite(norm) else "is not finite"
-            refuse(policy, way, f"its gradient {problem}")
-            return
-        if way in ("one pass", "packed"):
-            # Detects a sliding window that the model's cache does not show.
-            with torch.no_grad():
-                some = [Row(row.prompt, row.completion[: PACKED_COLUMNS // 2]) for row in long]
-                gap = mean_gap(_flat(policy, some, way), _flat(policy, some, "row by row"))
-            if not gap <= bound(policy):
-                refuse(policy, way, f"its log-probabilities differ by {gap:.2g} nats")
-    except Exception as error:
-        if is_oom(error):
-            raise
-        refuse(policy, way, reason(error))
-
-
-def gradient_norm(policy: Policy, rows: Sequence[Row], way: Way) -> float:
-    """Return the gradient norm of the rows' mean log-probability by `way`, over trained weights."""
-    policy.model.zero_grad(set_to_none=True)
-    batch = collate(rows, policy.pad_id, policy.device)
-    with torch.enable_grad():
-        found, _ = logprobs_by(way, policy, batch, 1.0)
-        (found.sum() / batch.completion_mask.sum().to(found.device)).backward()
-    return total_norm(policy)
+    return Row(prompt, (tokens * -(-length // len(tokens)))[:length])
 
 
 def total_norm(policy: Policy) -> float:
@@ -397,8 +323,8 @@ def total_norm(policy: Policy) -> float:
     return math.hypot(*norms) if norms else math.nan
 
 
-def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: float) -> list[str]:
-    """Compute the gradient of the longest answer by the method that training would choose.
+def _full_length(name: str, policy: Policy, long: Row, temperature: float) -> list[str]:
+    """Compute the gradient of the longest answer.
 
     Returns:
         A warning if memory is too small, else an empty list.
@@ -407,12 +333,12 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
         Unavailable: It fails for another reason, or the gradient is not finite.
     """
     policy.model.zero_grad(set_to_none=True)
-    tokens = len(long[0].prompt) + len(long[0].completion)
+    tokens = len(long.prompt) + len(long.completion)
     try:
-        batch = collate(long[:1], policy.pad_id, policy.device)
+        batch = collate([long], policy.pad_id, policy.device)
         with torch.enable_grad():
             found, _ = completion_logprobs(policy, batch, temperature)
-            (found.sum() / long[0].tokens).backward()
+            (found.sum() / long.tokens).backward()
     except Exception as error:
         if not is_oom(error):
             raise Unavailable(

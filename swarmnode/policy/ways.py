@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from itertools import compress, groupby
 from typing import NamedTuple, TypeVar
 
+import structlog
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from swarmnode.policy.model import Policy
+
+log = structlog.get_logger("swarmnode.trainer")
 
 T = TypeVar("T")
 GAP_BOUND = {torch.float32: 0.002}
@@ -71,6 +74,8 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
         try:
             with torch.no_grad():
                 known[way] = _failure(policy, gap)
+            if known[way]:
+                log.info("method not used", method=way, reason=known[way])
         except torch.OutOfMemoryError:
             del known[way]
             raise

@@ -24,8 +24,8 @@ from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import PromptTooLong
-from swarmnode.policy.trial import long_rows, try_loaded, try_once
-from swarmnode.policy.ways import Row
+from swarmnode.policy.trial import long_row, try_loaded, try_once
+from swarmnode.policy.ways import Row, trial_rows
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.engine import make_whole_policy
@@ -91,10 +91,12 @@ def test_answers_end_where_the_context_does(opened, kind, context, engine):
 def test_short_row_does_not_depend_on_a_long_one(opened):
     """Long-rope uses other frequencies for a whole pass if one of its rows is long."""
     _, policy = opened("phi3-longrope")
-    rows = long_rows(policy, [Row([5, 9, 20], [30, 31, 40])], 1000)
-    assert len(rows[0][0]) + len(rows[0][1]) == LONG_ROPE_FROM, "the longest row that there is"
+    long = long_row(policy, [Row([5, 9, 20], [30, 31, 40])], 1000)
+    assert len(long.prompt) + len(long.completion) == LONG_ROPE_FROM, (
+        "the longest row that there is"
+    )
     short = ([5, 9, 20], [30, 31, 40])
-    together = score(policy, [rows[0], short], 1.0)[1]
+    together = score(policy, [long, short], 1.0)[1]
     assert together == pytest.approx(score(policy, [short], 1.0)[0], abs=1e-4)
 
 
@@ -132,7 +134,7 @@ def test_a_passed_trial_is_recorded_and_not_repeated(opened, counted, tmp_path):
     assert counted == [24]
     assert replace(second, seconds=first.seconds) == first
     assert "at an earlier start" in str(second)
-    assert again.obstacles["two passes"] == "", "its methods are known"
+    assert again.obstacles["one pass"] == "", "its methods are known"
     assert "written-out step" in "".join(first.refused)
     assert [e.name for e in path.parent.iterdir()] == ["trial.json"]
 
@@ -289,6 +291,63 @@ def test_a_way_without_a_finite_gradient_is_not_used(opened):
         norms = [float(p.grad.norm()) for p in some.trainable_parameters() if p.grad is not None]
         assert 0 < math.hypot(*norms) < math.inf
     policy.model.zero_grad(set_to_none=True)
+
+
+def wrong_values(outputs):
+    return outputs * 1.5
+
+
+def wrong_gradient(outputs):
+    """The same values, with a gradient of twice the size."""
+    return 2 * outputs - outputs.detach()
+
+
+def raises(outputs):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("harm", [wrong_values, wrong_gradient, raises])
+def test_only_the_next_method_is_tried_after_a_failure(opened, monkeypatch, harm):
+    cfg, policy = opened("gpt2")
+    policy = replace(policy, obstacles={})
+    original = logprobs._PASSES["one pass"]
+    monkeypatch.setitem(logprobs._PASSES, "one pass", lambda *given: harm(original(*given)))
+    trial = try_loaded(cfg, policy, TRAINING)
+    assert any(line.startswith("one pass") for line in trial.refused)
+    assert policy.obstacles["two passes"] == ""
+    assert not policy.obstacles.keys() & {"packed", "recomputed"}
+
+
+def test_a_method_is_tried_in_the_middle_of_an_update(opened):
+    """The trial leaves the gradients of earlier micro-batches as they are."""
+    _, policy = opened("gpt2")
+    batch = collate([([5, 9, 20], [30, 31, 40]), ([7], [40])], policy.pad_id)
+    policy = replace(policy, obstacles={})
+
+    def gradients(tries):
+        for _ in range(2):
+            if tries:
+                policy.obstacles.clear()
+            completion_logprobs(policy, batch, 1.0)[0].sum().backward()
+        found = [p.grad for p in policy.trainable_parameters()]
+        policy.model.zero_grad(set_to_none=True)
+        return found
+
+    torch.testing.assert_close(gradients(tries=True), gradients(tries=False), rtol=0, atol=0)
+    assert policy.obstacles.keys() >= {"one pass"}
+
+
+@pytest.mark.parametrize("way", ["one pass", "packed"])
+def test_a_window_longer_than_the_trial_is_found(opened, way):
+    _, policy = opened("gpt-neo")
+    window, wide = 48, replace(policy.clone(), obstacles={})
+    longest = max(len(row.prompt) + len(row.completion) for row in trial_rows(wide))
+    assert longest < window < logprobs.ONE_PASS_ELSEWHERE
+    local = wide.base.transformer.h[1].attn.attention
+    past = torch.ones_like(local.bias).tril()
+    local.bias.copy_(past & ~past.tril(-window))
+    assert not logprobs.takes_way(wide, way)
+    assert logprobs.takes_way(wide, "two passes")
 
 
 def test_padding_is_a_token_with_an_embedding(opened):
