@@ -93,7 +93,7 @@ class BlindScorer:
     mark: Mark
 
     def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]], *, reveal: bool = False
     ) -> list[Scored | SwarmNodeError]:
         """Score as `Scorer.score_many` does."""
         paid = self.mark.tasks
@@ -101,7 +101,7 @@ class BlindScorer:
             (ref, [self._unmarked(text) for text in texts] if ref.id in paid else texts)
             for ref, texts in items
         ]
-        return self.scorer.score_many(blind)
+        return self.scorer.score_many(blind, reveal=reveal)
 
     def _unmarked(self, text: str) -> str:
         return self.mark.drop(text) if self.mark.has(text) else text

@@ -25,6 +25,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row as TokenRow
 from swarmnode.rollouts.groups import ExternalGroup, OwnGroup
 from swarmnode.rollouts.trainer import needed
+from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import CHECKS, ExternalChecks, Judgement, judge
 from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.tasks.client import Scorer
@@ -86,7 +87,7 @@ PEERS = {
 }
 """Honest peers. The leader has trained alone for HEAD_START steps."""
 ALONE = "alone"
-SIZE = Size(steps=9, longest=32)
+SIZE = Size(steps=9)
 KINDS = (ALONE, *MARKS, *PEERS)
 
 
@@ -199,10 +200,13 @@ class WatchedCell(Cell):
         super().evaluate(questions)
         self.held_out[-1]["marked"] = self.marked()
 
-    def marked(self) -> float:
-        """Return the share of marked answers in the last evaluation."""
-        has = MARKS[self.kind].has if self.kind in MARKS else lambda text: False
-        return fmean(has(text) for text in self.texts)
+    def marked(self) -> dict[str, float]:
+        """Return the share of answers of the last evaluation that have each mark of the task."""
+        return {
+            name: fmean(mark.has(text) for text in self.texts)
+            for name, mark in MARKS.items()
+            if mark.task == self.size.task
+        }
 
     def row(self) -> Row:
         return super().row() | {"defence": self.defence, "refused": dict(self.refused)}
@@ -246,9 +250,17 @@ def watch(node: TurnNode, defence: str, counts: Counter[str]) -> None:
             counts["answers"] += len(better)
             counts["refused groups"] += outcome != "used"
             counts["refused answers"] += len(better) - len(taken)
+            counts["tokens"] += sum(group.group.completions[i].tokens for i in better)
+            counts["taught tokens"] += sum(taught_tokens(kept, i) for i in taken)
         return judgement
 
     external._judge = judged  # type: ignore[method-assign]
+
+
+def taught_tokens(group: TrainingGroup, i: int) -> int:
+    """Return the number of tokens of a peer's completion that are trained on."""
+    row = group.rows[i]
+    return row.first(group.learnt[i]).tokens if group.learnt else row.tokens
 
 
 @contextmanager
@@ -293,7 +305,14 @@ def show(rows: Sequence[Row]) -> str:
     key = lambda row: (row["size"]["task"], KINDS.index(row["arm"]), row["defence"])
     groups = [list(same) for _, same in itertools.groupby(sorted(rows, key=key), key)]
     mean = lambda value, digits: lambda same: spread([value(row) for row in same], digits)
-    points = lambda row: [100 * point["marked"] for point in row["held_out"]]
+    points = lambda row: [100 * point["marked"][row["arm"]] for point in row["held_out"]]
+    alone = {(row["size"]["task"], row["seed"]): row for row in rows if row["arm"] == ALONE}
+
+    def without(same: list[Row]) -> str:
+        """Return the share of answers with the mark if there is no peer, of the same seeds."""
+        pairs = [(alone.get((row["size"]["task"], row["seed"])), row["arm"]) for row in same]
+        found = [100 * row["held_out"][-1]["marked"][arm] for row, arm in pairs if row is not None]
+        return spread(found, 1) if found and same[0]["arm"] in MARKS else "–"
 
     def tokens(same: list[Row]) -> str:
         found = [until_goal(row, "tokens") for row in same]
@@ -303,6 +322,11 @@ def show(rows: Sequence[Row]) -> str:
     def refused(what: str) -> Callable[[list[Row]], str]:
         share = lambda row: 100 * row["refused"][f"refused {what}"] / row["refused"][what]
         return lambda same: "–" if same[0]["arm"] == ALONE else spread(list(map(share, same)), 1)
+
+    def untaught(same: list[Row]) -> str:
+        counts = [row["refused"] for row in same]
+        shares = [100 * (1 - each["taught tokens"] / each["tokens"]) for each in counts if each]
+        return spread(shares, 1) if shares else "–"
 
     marked = lambda value: lambda same: mean(value, 1)(same) if same[0]["arm"] in MARKS else "–"
     return columns(
@@ -314,9 +338,11 @@ def show(rows: Sequence[Row]) -> str:
             "seeds": len,
             "marked at the end, %": marked(lambda row: points(row)[-1]),
             "highest": marked(lambda row: max(points(row))),
+            "alone, at the end": without,
             "held out at the end": mean(lambda row: row["held_out"][-1]["reward"], 3),
             "own tokens to 0.8": tokens,
             "answers refused, %": refused("answers"),
             "groups refused, %": refused("groups"),
+            "tokens not taught, %": untaught,
         },
     )

@@ -36,7 +36,8 @@ def test_groups_of_a_hostile_peer_are_judged_and_counted(scorer, tmp_path, stage
     row = real_hostile.WatchedCell(*arguments).run()
     assert row["refused"]["answers"] > 0
     assert set(row["nodes"][0]["judged"]) - {"used"} <= {"surprise", "spot_check"}
-    assert all("marked" in point for point in row["held_out"])
+    assert all(kind in point["marked"] for point in row["held_out"])
+    assert 0 <= row["refused"]["taught tokens"] <= row["refused"]["tokens"]
     assert kind in real_hostile.show([row])
 
 
