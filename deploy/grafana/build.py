@@ -378,15 +378,9 @@ SWARM: dict[str, list[Panel]] = {
         ),
         p("Possible partners", gauge("swarmnode_weights_candidates"), width=6),
         p(
-            "Reverted swaps per day",
-            f"increase(swarmnode_weights_reverts_total{{{I}}}[1d])",
-            width=6,
-        ),
-        p(
             "Time for which training stood still",
             rate("swarmnode_weights_stall_seconds_total"),
             unit="percentunit",
-            width=6,
         ),
     ],
     "Crews": [

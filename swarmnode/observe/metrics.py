@@ -556,12 +556,6 @@ WEIGHTS = (
         " train together stay within a few percent.",
     ),
     Metric(
-        "swarmnode_weights_reverts_total",
-        "counter",
-        "trainer.report.weights.reverts_total",
-        "Swaps that were reverted because the held-out reward fell after them.",
-    ),
-    Metric(
         "swarmnode_weights_stall_seconds_total",
         "counter",
         "trainer.report.weights.stall_seconds_total",

@@ -153,26 +153,16 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     )
 
 
-UNDO_WEIGHTS = 2**26
-"""Number of weights, 12 bytes each, that averaging stores for a revert, or those of one fragment if
-it is larger. A small policy or an adapter has fewer weights in total."""
-
-
 def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
     """Return the bytes of host memory for averaging: (always, additional maximum).
 
-    Always: φ, δ and the base weights for differences, in float32. Additional maximum:
-
-    * from an exchange to the next held-out reward: the former weights, φ and δ of one fragment or
-      of UNDO_WEIGHTS weights;
-    * during an exchange: its copy, the partner's weights, their average, and the new φ and δ.
+    Always: φ, δ and the base weights for differences, in float32. Additional maximum, during an
+    exchange: its copy, the partner's weights, their average, and the new φ and δ.
 
     Args:
         trained: Number of trained weights.
     """
-    return 12 * trained, 12 * max(
-        trained // fragments, min(trained, UNDO_WEIGHTS)
-    ) + 20 * trained // fragments
+    return 12 * trained, 20 * trained // fragments
 
 
 def saving_bytes(trained: int, optim: Optim = "adamw") -> int:

@@ -144,10 +144,6 @@ class Engine(Protocol):
         """
         ...
 
-    def observe(self, reward: float) -> None:
-        """Process a measured held-out reward."""
-        ...
-
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
         """Return the description of the replica; None if no weights are averaged.
 
@@ -489,10 +485,6 @@ class WholePolicy:
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         if self._probe is not None:
             self._probe.remember(rewarded, own)
-
-    def observe(self, reward: float) -> None:
-        if self._replica is not None:
-            self._replica.observe(reward)
 
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
         return self._replica.facts(fresh) if self._replica is not None else None

@@ -23,7 +23,6 @@ from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.trainer.state import Counters
-from swarmnode.weights.trainer.gate import RevertMonitor
 from swarmnode.wire.messages import TaskRef
 
 ANSWERS, SMALL_ANSWERS = 64, 16
@@ -67,7 +66,6 @@ def forget_other_questions(counters: Counters, questions: str) -> None:
         counters.reward_held_out = counters.reward_held_out_error = None
         counters.reward_held_out_start = counters.reward_held_out_start_error = None
         counters.reward_held_out_step = None
-        counters.revert = RevertMonitor()
     counters.held_out_questions = questions
 
 

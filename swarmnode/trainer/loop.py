@@ -511,9 +511,6 @@ class Loop:
             self._records.sample(held_out_sample(time.time(), c, held_out))
             error = rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
-            # the error of a part would revert good swaps
-            if size == "full" and not stop.is_set():
-                self._engine.observe(reward)
         self._reporter.enter(phase)  # again, with the measurements
 
 

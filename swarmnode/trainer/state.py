@@ -4,8 +4,6 @@
     first.<name>          AdamW's first moment; second.<name>: its second moment
     optimizer.<k>.<name>  state of another optimizer for a parameter, under its key k
     outer.phi.<name>      slow weights of the outer step; outer.delta.<name>: its momentum
-    outer.undo.<…>        φ, δ and weights before the latest exchanges, until a held-out reward has
-                          confirmed them
     rng                   state of the sampling generator, u8
     metadata              counters and fingerprint, JSON
 
@@ -75,6 +73,7 @@ class Counters(AveragingCounters):
     useful_per_step: float = 0.0
     held_out_questions: str = ""
     """Name of the questions of the following rewards, see `Evaluation.questions`."""
+    reward_held_out: float | None = None
     reward_held_out_error: float | None = None
     reward_held_out_step: int | None = None
     reward_held_out_start: float | None = None

@@ -145,12 +145,6 @@ class SwapEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     """Outer steps of the fragment after the swap."""
 
 
-class SwapReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
-    """A swap with `peer` was reverted because held-out reward fell after it."""
-
-    peer: str
-
-
 class StateWritten(msgspec.Struct, frozen=True, tag="weights_state_written"):
     """The state for neighbours is written."""
 
@@ -225,9 +219,7 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     tensors: list[TensorHash]
 
 
-FromTrainer = (
-    OuterStepDue | SnapshotWritten | SwapEnded | SwapReverted | StateWritten | StateAdopted
-)
+FromTrainer = OuterStepDue | SnapshotWritten | SwapEnded | StateWritten | StateAdopted
 ToTrainer = TakeSnapshot | ApplyPayload | DropSwap | SoloStep | WriteState | AdoptState
 
 SendToTrainer = Callable[[ToTrainer], bool]
@@ -256,7 +248,6 @@ OUTCOMES: Final[dict[str, float]] = {
     "norm_ratio": PROOF,
     "too_far": 0.0,
     "probe": 0.0,
-    "reverted": 0.0,
     "own_not_finite": 0.0,  # this node's weights are not finite
     "local": 0.0,  # the file is missing, or this node's φ changed during the swap
 }
@@ -289,8 +280,6 @@ class WeightsReport(msgspec.Struct, frozen=True):
     """Number of outer steps of the fragment with the fewest."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
-    reverts_total: int = 0
-    """Since the process started, as are `outcomes` and `stall_seconds_total`."""
     distance: float | None = None
     """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
     clip_ratio: float | None = None
@@ -300,7 +289,8 @@ class WeightsReport(msgspec.Struct, frozen=True):
     momentum_norm: float = 0.0
     probation: bool = False
     outcomes: dict[str, int] = {}
-    """Number of exchanges by the gate's verdict."""
+    """Number of exchanges by the gate's verdict, since the process started, as is
+    `stall_seconds_total`."""
     stall_seconds_total: float = 0.0
     """Seconds in which training stopped for the probe and commits, plus those in which a copy may
     have blocked the optimizer."""

@@ -475,7 +475,6 @@ function weights(s) {
     ["partners", `${count(w.candidates)} available${partners.length ? "; " : ""}${partners.join(", ")}`],
     ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %, ${known(report.clip_ratio) ? Math.round(100 * report.clip_ratio) : "–"} % of the difference taken` : ""],
     ["exchanges", finished ? `${(w.exchange_seconds / finished).toFixed(2)} s each, ${bytes(w.received_bytes)} received` : ""],
-    ["reverted", report.reverts_total ? count(report.reverts_total) : ""],
     ["gate", Object.entries(w.judged).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
   const look = (outcome) => (DONE.includes(outcome) ? ["admitted", "done"] : NO_PARTNER.includes(outcome) ? ["ignored", "no partner"] : ["rejected", "no effect"]);

@@ -37,7 +37,6 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.footprint import (
     ITEM_BYTES,
     LOGITS_COPIES,
-    UNDO_WEIGHTS,
     Method,
     host_bytes,
     layer_bytes,
@@ -376,11 +375,8 @@ def within_host_memory(memory: float, config: Config, placement: Placement) -> f
 
 
 def host_bytes_per_weight(weights: WeightsConfig) -> int:
-    """Return the host bytes per trained weight for saving, averaging and checkpoints.
-
-    A stage sees no reward, so it stores only one fragment of the weights before an exchange.
-    """
-    parts, many = weights.fragments, weights.fragments * UNDO_WEIGHTS
+    """Return the host bytes per trained weight for saving, averaging and checkpoints."""
+    parts, many = weights.fragments, weights.fragments * 2**20
     averaging = host_bytes(many, parts if weights.rule != "off" else 0)
     return sum(averaging) // many + CHECKPOINT_BYTES
 

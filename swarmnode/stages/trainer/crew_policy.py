@@ -410,9 +410,6 @@ class CrewPolicy:
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         """Do nothing: averages are judged by micro-batches (`AverageProbe`)."""
 
-    def observe(self, reward: float) -> None:
-        """Do nothing: a stage does not revert an exchange after held-out reward falls."""
-
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
         """Return the averaging state of this node's stage; None if it is not averaged."""
         averaging = self._averaging()

@@ -28,7 +28,7 @@ from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
-from swarmnode.weights.trainer.outer import UNDO, Tensors
+from swarmnode.weights.trainer.outer import Tensors
 from swarmnode.weights.trainer.replica import Replica
 from swarmnode.weights.trainer.worker import AveragingCounters
 from swarmnode.wire.tensors import unpack_logprobs
@@ -107,8 +107,7 @@ class StageAveraging(Replica, Observer):
         The returned tensors do not change afterwards. Call it between two steps, in the thread
         that takes them.
         """
-        tensors = {n: t for n, t in super().tensors().items() if not n.startswith(UNDO)}
-        return {**tensors, CLOCKS: torch.tensor(self._parts.counters.outer_clocks)}
+        return {**super().tensors(), CLOCKS: torch.tensor(self._parts.counters.outer_clocks)}
 
     def on_step_in_thread(self, worker: StageWorker) -> None:
         now = time.monotonic()
@@ -116,7 +115,6 @@ class StageAveraging(Replica, Observer):
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
         if self._may_average():
             self.between_steps(self._connected(), seconds, stepped=True)
-            self.keep()  # only the head sees rewards
 
     def receive(self, message: local.ToTrainer) -> None:
         """Handle a message of the network process, in the link's thread."""

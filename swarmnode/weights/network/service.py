@@ -186,8 +186,6 @@ class WeightService:
             case local.SwapEnded():
                 self._replica.outer_steps[message.fragment] = message.outer_step
                 self._swaps.swap_ended(message)
-            case local.SwapReverted(peer):
-                self._swaps.reverted(peer)
             case local.StateWritten():
                 self._swaps.start(self._state_server.written, message)
             case local.StateAdopted():

@@ -767,12 +767,6 @@ class SwapService:
                 swap.copied.set()
                 swap.judged.set()
 
-    def reverted(self, peer: str) -> None:
-        """Count the revert of a swap with `peer`, and lengthen its backoff."""
-        self.statistics.judged["reverted"] += 1
-        self._copies.clear()
-        self._fail(peer, FAILURE_FACTOR * self._short_seconds)
-
     # ---- statistics and time limits --------------------------------------------------------------
 
     @property

@@ -1,5 +1,5 @@
 """The gate: checks of a partner's tensors θ_j before a weight of this node's θ_i changes
-(`AveragingGate`, `LossProbe`), and the detection of swaps that did harm (`RevertMonitor`).
+(`AveragingGate`, `LossProbe`).
 
 The checks run in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
@@ -13,9 +13,9 @@ the model trains. `conclude` does the rest. `weights.payload` has checked all si
 was allocated. `weights.local` defines the cost of each outcome in reputation, `network.swaps`
 the backoff. The gate stores nothing about a peer but its distances in the medians.
 
-After the commit, `RevertMonitor` decides whether to revert the swap. A hostile partner can still
-move the weights by at most w τ per swap, in a direction that the probe does not detect. The clip is
-ClippedGossip's (arXiv 2202.01545), with a threshold that a node can compute alone.
+A hostile partner can still move the weights by at most w τ per swap, in a direction that the probe
+does not detect. The clip is ClippedGossip's (arXiv 2202.01545), with a threshold that a node can
+compute alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-import msgspec
 import torch
 
 from swarmnode.policy.load import Policy
@@ -232,7 +231,7 @@ class AveragingGate:
             return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
     def count_outcome(self, outcome: str) -> None:
-        """Count an outcome that the gate did not decide: payload, lagging, reverted.
+        """Count an outcome that the gate did not decide: payload, lagging.
 
         Raises:
             KeyError: `outcome` is not in OUTCOMES.
@@ -476,64 +475,3 @@ class LossProbe:
         self._tensors.set(tensors)
         scored = self._batcher.score(self._policy, rows, self._temperature)
         return [v for row, values in zip(rows, scored, strict=True) for v in row.at_sampled(values)]
-
-
-# ---- revert --------------------------------------------------------------------------------------
-
-
-SIGMAS: Final = 3.0
-"""A fall of held-out reward by more than this many standard deviations is no chance event (one in a
-thousand for a normal distribution)."""
-WATCHED: Final = 64
-"""Maximum number of partners under watch; the latest are kept. A stage of a crew never measures a
-reward."""
-FLOOR: Final = 0.02
-"""Least σ, in units of reward. Two equal measurements on sixteen questions do not prove that the
-noise is zero."""
-
-
-class RevertMonitor(msgspec.Struct, frozen=True):
-    """Detects swaps that made the policy worse: compares the first held-out reward after swaps with
-    the last one before them. It is immutable, so that the trainer can save it with its counters.
-
-    A fall of more than SIGMAS σ calls for a revert. σ is the root mean square of the changes
-    between successive rewards, which include the progress of learning, but at least FLOOR.
-    """
-
-    last: float | None = None
-    """Latest held-out reward of a policy that was not reverted."""
-    variance: float = 0.0
-    """Mean square of the changes between successive rewards."""
-    changes: int = 0
-    peers: tuple[str, ...] = ()
-    """Partners of the swaps under watch."""
-    before: float | None = None
-    """Reward before these swaps."""
-
-    @property
-    def sigma(self) -> float:
-        return max(FLOOR, math.sqrt(self.variance))
-
-    def committed(self, peer: str) -> RevertMonitor:
-        """Return the state after a swap with `peer`. If several swaps precede the next reward, any
-        of them may cause a fall."""
-        others = tuple(other for other in self.peers if other != peer)
-        return msgspec.structs.replace(self, peers=(*others, peer)[-WATCHED:], before=self.last)
-
-    def fell(self, reward: float, before: float | None) -> bool:
-        """Return True if `reward` is below `before` by more than SIGMAS σ."""
-        return before is not None and reward < before - SIGMAS * self.sigma
-
-    def observed(self, reward: float) -> tuple[RevertMonitor, tuple[str, ...]]:
-        """Return the state after a measurement, and the peers whose swaps must be reverted."""
-        done = msgspec.structs.replace(self, peers=(), before=None)
-        if not math.isfinite(reward):
-            return done, ()
-        if self.peers and self.fell(reward, self.before):
-            return done, self.peers  # the reward of the reverted policy is not recorded
-        if self.last is None:
-            return msgspec.structs.replace(done, last=reward), ()
-        changes = self.changes + 1
-        share = max(0.1, 1 / changes)
-        variance = self.variance + share * ((reward - self.last) ** 2 - self.variance)
-        return msgspec.structs.replace(done, last=reward, variance=variance, changes=changes), ()

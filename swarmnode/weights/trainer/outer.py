@@ -28,11 +28,9 @@ from types import MappingProxyType
 import torch
 
 from swarmnode.errors import StateError
-from swarmnode.policy.footprint import UNDO_WEIGHTS
 from swarmnode.weights.rule import NOLOCO, Rule
 
 Tensors = dict[str, torch.Tensor]
-UNDO = "undo."
 
 
 def unmoved(phi: Tensors) -> Tensors:
@@ -59,7 +57,6 @@ class OuterStatistics:
 
     steps: int
     """Outer steps taken."""
-    reverts: int
     momentum_norm: float
     """‖δ‖ over all tensors."""
 
@@ -83,15 +80,6 @@ class Prepared:
     """‖δ‖² of each tensor."""
     before: Tensors
     """φ at the start of the step."""
-
-
-@dataclass(frozen=True)
-class _Undo:
-    """State before the first outer step since the last `discard_undo`, of all changed tensors."""
-
-    phi: Tensors
-    delta: Tensors
-    weights: Tensors
 
 
 def prepare(
@@ -133,9 +121,8 @@ def prepare(
 class OuterState:
     """φ and δ of a replica.
 
-    A step that raises has changed nothing. `revert` restores the state before the steps since the
-    last `discard_undo`. `slow` and `tensors` may be called from any thread, all other methods only
-    from the thread that changes the weights.
+    A step that raises has changed nothing. `slow` and `tensors` may be called from any thread, all
+    other methods only from the thread that changes the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], rule: Rule = NOLOCO) -> None:
@@ -145,50 +132,24 @@ class OuterState:
         self._squares = dict.fromkeys(self.phi, 0.0)
         self._lock = threading.Lock()
         """Protects φ and δ, so that readers never see half of a step."""
-        self._undo: _Undo | None = None
         self._steps = 0
-        self._reverts = 0
 
     def slow(self, names: Collection[str]) -> SlowWeights:
         """Return the current φ and δ of the tensors in `names`."""
         with self._lock:
             return SlowWeights({n: self.phi[n] for n in names}, {n: self.delta[n] for n in names})
 
-    def take(self, prepared: Prepared, *, solo: bool = False) -> bool:
-        """Replace φ and δ with those of a prepared step.
-
-        Args:
-            prepared: The step.
-            solo: True if the step has no partner's weights, so that it needs no revert.
-
-        Returns:
-            False if φ has changed since `prepare`; then the step changes nothing.
-        """
+    def take(self, prepared: Prepared) -> bool:
+        """Replace φ and δ with those of a prepared step. Return False, without effect, if φ has
+        changed since `prepare`."""
         with self._lock:
             if any(self.phi[name] is not old for name, old in prepared.before.items()):
                 return False
-            if not solo:
-                self._undo = self._undo_of(prepared)
             self.phi.update(prepared.phi)
             self.delta.update(prepared.delta)
             self._squares.update(prepared.squares)
             self._steps += 1
         return True
-
-    def _undo_of(self, prepared: Prepared) -> _Undo:
-        """Return the undo state after `prepared`: the oldest known φ and δ of each tensor.
-
-        Above UNDO_WEIGHTS weights, only the tensors of `prepared` can be reverted.
-        """
-        undo = self._undo or _Undo({}, {}, {})
-        phi = {**{n: self.phi[n] for n in prepared.phi}, **undo.phi}
-        if sum(t.numel() for t in phi.values()) > max(
-            UNDO_WEIGHTS, sum(t.numel() for t in prepared.phi.values())
-        ):
-            undo, phi = _Undo({}, {}, {}), {n: self.phi[n] for n in prepared.phi}
-        return _Undo(
-            phi, {**{n: self.delta[n] for n in prepared.phi}, **undo.delta}, dict(undo.weights)
-        )
 
     @torch.no_grad()
     def merge_parameters(
@@ -200,41 +161,12 @@ class OuterState:
         A weight that has not changed since the snapshot, or whose new value is not finite, becomes
         exactly φ.
         """
-        if (undo := self._undo) is not None:
-            undo.weights.update(
-                host_copy(
-                    parameters, [n for n in snapshot if n in undo.phi and n not in undo.weights]
-                )
-            )
         for name, then in snapshot.items():
             now, phi = parameters[name], self.phi[name].to(parameters[name].device)
             then = then.to(now.device)
             moved = (phi - then).add_(now)
             still = now.float().eq(then).logical_or_(moved.isfinite().logical_not_())
             now.copy_(torch.where(still, phi, moved))
-
-    @torch.no_grad()
-    def revert(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Restore weights, φ and δ as they were before the steps since the last `discard_undo`.
-
-        Returns:
-            False if there is nothing to restore.
-        """
-        undo, self._undo = self._undo, None
-        if undo is None:
-            return False
-        with self._lock:
-            self.phi.update(undo.phi)
-            self.delta.update(undo.delta)
-        self._squares.update({name: _square(tensor) for name, tensor in undo.delta.items()})
-        for name, tensor in undo.weights.items():
-            parameters[name].copy_(tensor)
-        self._reverts += 1
-        return True
-
-    def discard_undo(self) -> None:
-        """Forget the undo state: the steps so far are final."""
-        self._undo = None
 
     @torch.no_grad()
     def adopt(self, parameters: Mapping[str, torch.Tensor], slow: SlowWeights) -> None:
@@ -263,48 +195,23 @@ class OuterState:
                 f"delta.{n}": t for n, t in self.delta.items()
             }
 
-    def undo_tensors(self) -> Tensors:
-        """Return the undo state for a checkpoint, not copied: `undo.phi.<name>`,
-        `undo.delta.<name>`, `undo.weights.<name>`; empty if there is nothing to revert."""
-        if self._undo is None:
-            return {}
-        parts = {"phi": self._undo.phi, "delta": self._undo.delta, "weights": self._undo.weights}
-        return {
-            f"{UNDO}{part}.{n}": t for part, tensors in parts.items() for n, t in tensors.items()
-        }
-
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the result of `tensors` and `undo_tensors`.
+        """Restore the result of `tensors`.
 
         Raises:
             StateError: It belongs to another policy. Nothing is changed.
         """
-        undo = {n.removeprefix(UNDO): t for n, t in tensors.items() if n.startswith(UNDO)}
-        mine, rest = self.tensors(), {n: t for n, t in tensors.items() if not n.startswith(UNDO)}
-        if {n: t.shape for n, t in rest.items()} != {n: t.shape for n, t in mine.items()}:
+        mine = self.tensors()
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in mine.items()}:
             raise StateError("outer state of another policy")
-        of = lambda part: {
-            n.removeprefix(f"{part}."): t.clone()
-            for n, t in undo.items()
-            if n.startswith(f"{part}.")
-        }
-        kept = _Undo(of("phi"), of("delta"), of("weights"))
-        if any(
-            {n: t.shape for n, t in half.items()}
-            != {n: self.phi[n].shape for n in kept.phi if n in self.phi}
-            for half in (kept.phi, kept.delta, kept.weights)
-        ):
-            raise StateError("an outer step of another policy")
         self._replace(
             {n: tensors[f"phi.{n}"].clone() for n in self.phi},
             {n: tensors[f"delta.{n}"].clone() for n in self.delta},
         )
-        self._undo = kept if kept.phi else None
 
     def statistics(self) -> OuterStatistics:
         return OuterStatistics(
             self._steps,
-            self._reverts,
             sum(self._squares.values()) ** 0.5,
         )
 
@@ -312,7 +219,6 @@ class OuterState:
         with self._lock:
             self.phi, self.delta = phi, delta
         self._squares = {name: _square(tensor) for name, tensor in delta.items()}
-        self._undo = None
 
 
 def _square(tensor: torch.Tensor) -> float:

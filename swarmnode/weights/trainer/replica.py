@@ -26,7 +26,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -82,19 +81,6 @@ RECENT_PARTNERS = 64
 """Number of most recent partners whose claimed outer steps are compared with this node's."""
 
 
-@dataclass(frozen=True)
-class Adoption:
-    """A neighbour's state that was adopted and has not been evaluated, with the state before it."""
-
-    peer: str
-    reward: float | None
-    """Held-out reward before the adoption."""
-    slow: SlowWeights
-    """φ and δ before the adoption."""
-    outer_clocks: list[int]
-    """Outer step counters before the adoption."""
-
-
 class Replica:
     """This node's replica of the policy.
 
@@ -132,7 +118,6 @@ class Replica:
         )
         self._lags = Latest[str, int](RECENT_PARTNERS)
         """Outer steps by which each recent partner claimed to be behind this node."""
-        self._adoption: Adoption | None = None
         self._settled = threading.Event()
         self._announced = threading.Event()
         self._distance: float | None = None
@@ -160,9 +145,9 @@ class Replica:
         self._parts.outer.load(tensors)
 
     def tensors(self) -> Tensors:
-        """Return φ, δ and the tensors for a revert, for the state file. They are not copied,
-        because outer steps replace tensors and never modify them."""
-        return self._parts.outer.tensors() | self._parts.outer.undo_tensors()
+        """Return φ and δ for the state file. They are not copied, because outer steps replace
+        tensors and never modify them."""
+        return self._parts.outer.tensors()
 
     def facts(self, fresh: bool) -> local.ReplicaFacts:
         """Return the description of this replica for the network process.
@@ -347,8 +332,6 @@ class Replica:
         counters = self._parts.counters
         if swap.outcome == "probation":
             counters.probation = False
-        elif swap.outcome in AVERAGED:
-            counters.revert = counters.revert.committed(swap.peer)
         counters.exchanges_total += 1
         outer_step = self.outer_steps()[swap.fragment]
         self._send(
@@ -388,7 +371,7 @@ class Replica:
             return False
         blocks = {fragments.block_of(name) for name in swap.snapshot}
         with parts.tensors.lock:
-            if not parts.outer.take(swap.prepared, solo=not averaged):
+            if not parts.outer.take(swap.prepared):
                 return False
             if averaged:
                 parts.outer.merge_parameters(parts.tensors.parameters, swap.snapshot)
@@ -432,17 +415,12 @@ class Replica:
             return "norm_ratio"
         if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
             return "worse"
-        own_slow = parts.outer.slow(list(parts.tensors.parameters))
-        before = Adoption(
-            read.peer, counters.reward_held_out, own_slow, list(counters.outer_clocks)
-        )
         try:
             with parts.tensors.lock:
                 parts.outer.adopt(parts.tensors.parameters, slow)
                 parts.swaps.clear()
         except StateError:
             return "not_finite"
-        self._adoption = before
         self._lags.clear()
         counters.outer_clocks = [read.outer_step] * len(counters.outer_clocks)
         counters.probation = True
@@ -467,55 +445,6 @@ class Replica:
         )
         return worse <= MAX_LOSS_INCREASE
 
-    # ---- held-out reward -------------------------------------------------------------------------
-
-    def observe(self, reward: float) -> bool:
-        """Process a measured held-out reward; return True if it caused a revert of swaps or of
-        an adopted state."""
-        adoption, self._adoption = self._adoption, None
-        counters = self._parts.counters
-        if adoption is not None and counters.revert.fell(reward, adoption.reward):
-            self._revert_adoption(adoption, reward)
-            return True
-        counters.revert, blamed = counters.revert.observed(reward)
-        if not blamed:
-            self._parts.outer.discard_undo()
-            return False
-        return self._revert(blamed)
-
-    def keep(self) -> None:
-        """Discard the tensors for a revert. Called where no held-out reward is measured, so that no
-        revert can happen."""
-        self._parts.outer.discard_undo()
-
-    def _revert_adoption(self, adoption: Adoption, reward: float) -> None:
-        log.warning(
-            "held-out reward fell from %s to %.3f: reverted the state of %s",
-            adoption.reward,
-            reward,
-            adoption.peer,
-        )
-        parts = self._parts
-        with parts.tensors.lock:
-            parts.outer.adopt(parts.tensors.parameters, adoption.slow)
-            parts.swaps.clear()
-        parts.counters.outer_clocks = adoption.outer_clocks
-        parts.counters.policy_version += 1
-        self._send(local.StateAdopted(adoption.peer, "worse", self.outer_steps()))
-
-    def _revert(self, peers: tuple[str, ...]) -> bool:
-        parts = self._parts
-        with parts.tensors.lock:
-            reverted = parts.outer.revert(parts.tensors.parameters)
-            parts.swaps.clear()
-        if reverted:
-            log.warning("held-out reward fell: reverted swaps with %s", ", ".join(peers))
-            parts.counters.policy_version += 1
-            for peer in peers:
-                parts.gate.count_outcome("reverted")
-                self._send(local.SwapReverted(peer))
-        return reverted
-
     # ---- statistics ------------------------------------------------------------------------------
 
     def report(self) -> WeightsReport:
@@ -529,7 +458,6 @@ class Replica:
             outer_step=min(counters.outer_clocks),
             exchanges_total=counters.exchanges_total,
             solo_steps_total=counters.solo_steps_total,
-            reverts_total=outer.reverts,
             distance=self._distance,
             clip_ratio=gate.clip_ratio,
             lag=self._worker.lag,

@@ -34,13 +34,7 @@ from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer import codecs
 from swarmnode.weights.trainer.averaged import AveragedTensors
-from swarmnode.weights.trainer.gate import (
-    AveragingGate,
-    Examination,
-    Losses,
-    RevertMonitor,
-    norm,
-)
+from swarmnode.weights.trainer.gate import AveragingGate, Examination, Losses, norm
 from swarmnode.weights.trainer.outer import (
     OuterState,
     Prepared,
@@ -150,13 +144,10 @@ class AveragingCounters(msgspec.Struct):
 
     step: int = 0
     policy_version: int = 0
-    reward_held_out: float | None = None
     outer_clocks: list[int] = []
     """Outer step counters, by fragment."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
-    revert: RevertMonitor = RevertMonitor()
-    """Decides whether the latest exchanges are reverted."""
     probation: bool = False
     """True while the weights are a neighbour's and no exchange has confirmed them."""
 

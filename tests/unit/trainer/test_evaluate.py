@@ -18,7 +18,6 @@ from swarmnode.trainer import loop
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due, forget_other_questions
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
-from swarmnode.weights.trainer.gate import RevertMonitor
 from tests.support.network_side import NetworkSide
 
 COST = 1500
@@ -217,9 +216,7 @@ def test_an_evaluation_may_end_with_a_part_of_every_task():
 
 
 def test_rewards_of_other_questions_are_forgotten():
-    counters = Counters(
-        reward_held_out=0.88, reward_held_out_start=0.1, revert=RevertMonitor(last=0.88)
-    )
+    counters = Counters(reward_held_out=0.88, reward_held_out_start=0.1)
     forget_other_questions(counters, "easy")
     assert counters.reward_held_out_start == 0.1, "the state of an earlier version has no name"
     forget_other_questions(counters, "easy")

@@ -135,20 +135,6 @@ def test_common_blocks_are_averaged_and_no_others(parties):
         assert clocks == {block: int(block == 3) for block in party.tensors.blocks}
 
 
-def test_fallen_reward_reverts_all_swaps_of_a_step(parties):
-    whole, head, tail = parties(WHOLE, HEAD, TAIL)
-    for party in (whole, head, tail):
-        party.train()
-    for _ in range(3):
-        assert not whole.replica.observe(0.5)
-    before, phi = whole.weights(), whole.phi()
-    for number, party in enumerate((head, tail)):
-        exchange(whole, party, 1, bytes([number]) * 16)
-    assert whole.replica.observe(0.1)
-    assert all(torch.equal(t, before[name]) for name, t in whole.weights().items())
-    assert all(torch.equal(t, phi[name]) for name, t in whole.phi().items())
-
-
 def test_only_due_blocks_are_reported(parties):
     (whole,) = parties(WHOLE, sync_every=16)
     whole.counters.step = 7

@@ -13,7 +13,6 @@ from swarmnode.weights.trainer.gate import (
     FIRST,
     AveragingGate,
     Losses,
-    RevertMonitor,
     norm,
     threshold,
 )
@@ -244,10 +243,9 @@ def broken(mine):
 
 
 def test_what_an_honest_node_can_cause_costs_no_standing():
-    """Refused weights can be honest: of a node with other questions, of one that was disconnected,
-    or after an unlucky evaluation."""
-    honest = ("too_far", "probe", "reverted", "lagging")
-    assert [OUTCOMES[outcome] for outcome in honest] == [0] * 4
+    """Refused weights can be honest: of a node with other questions, or one that was
+    disconnected."""
+    assert [OUTCOMES[outcome] for outcome in ("too_far", "probe", "lagging")] == [0] * 3
     assert ADOPTIONS["worse"] == 0
     assert all(OUTCOMES[outcome] for _, outcome in HOSTILE.values() if outcome != "too_far")
 
@@ -308,46 +306,3 @@ def test_hostile_part_moves_no_more_than_an_honest_one():
         assert taken.outcome == "clipped"
         assert norm(taken.mean, minus=first) <= 0.5 * 0.2 * 1.01
     assert tau_of(gate, first, norm(first), 0.0) <= 0.2 * 1.01
-
-
-# ---- the revert monitor --------------------------------------------------------------------------
-
-
-def watched(*rewards):
-    monitor = RevertMonitor()
-    for reward in rewards:
-        monitor, blamed = monitor.observed(reward)
-        assert not blamed
-    return monitor
-
-
-def test_a_fall_after_an_exchange_names_the_partner():
-    monitor, blamed = watched(0.50, 0.52, 0.49, 0.51).committed("p").observed(0.2)
-    assert blamed == ("p",)
-    _, blamed = monitor.committed("q").observed(0.5)
-    assert not blamed  # held to the reward before the fall, which the revert has brought back
-
-
-def test_fall_within_noise_reverts_nothing():
-    noisy, calm = watched(0.5, 0.3, 0.6, 0.4, 0.55, 0.35), watched(0.5, 0.5, 0.5)
-    assert not noisy.committed("p").observed(0.2)[1]
-    assert not calm.observed(0.1)[1]
-
-
-def test_after_several_exchanges_each_partner_is_named_once():
-    assert watched(0.5, 0.5, 0.5).committed("p").committed("q").committed("p").observed(0.1)[1] == (
-        "q",
-        "p",
-    )
-
-
-def test_equal_rewards_do_not_make_a_measurement_exact():
-    monitor, blamed = watched(*[0.5] * 10).committed("p").observed(0.45)  # floor: 3 × 0.02
-    assert not blamed
-    assert monitor.committed("p").observed(0.3)[1] == ("p",)
-
-
-def test_the_first_reward_and_a_nan_accuse_nobody():
-    monitor, blamed = RevertMonitor().committed("p").observed(0.0)
-    assert not blamed
-    assert not monitor.committed("p").observed(math.nan)[1]

@@ -185,20 +185,6 @@ def test_prepared_step_changes_nothing_until_commit():
     assert ahead.statistics().steps == 1
 
 
-def test_a_revert_brings_everything_back_once():
-    mine = replica(1)
-    state = OuterState(mine)
-    inner_steps(mine, torch.Generator().manual_seed(0))
-    weights, outer = host_copy(mine), {n: t.clone() for n, t in state.tensors().items()}
-    outer_step(state, blend(weights, replica(2)))
-    state.merge_parameters(mine, weights)
-    assert state.revert(mine)
-    assert all(torch.equal(mine[n], weights[n]) for n in mine)
-    assert all(torch.equal(t, outer[n]) for n, t in state.tensors().items())
-    assert not state.revert(mine)
-    assert state.statistics().reverts == 1
-
-
 def test_bfloat16_weights_have_float32_slow_weights():
     mine = {"a": torch.randn(20, dtype=torch.bfloat16)}
     state = OuterState(mine)

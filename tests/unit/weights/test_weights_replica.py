@@ -1,4 +1,4 @@
-"""The trainer's half by itself: kills, reverts, a missing network process, adopted states."""
+"""The trainer's half by itself: kills, a missing network process, adopted states."""
 
 import hashlib
 
@@ -260,37 +260,6 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
     assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
 
 
-def test_a_fall_of_reward_takes_the_exchange_back(made):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    for reward in (0.5, 0.5, 0.5):
-        assert not a.replica.observe(reward)
-    before, version = a.weights(), a.counters.policy_version
-    a.exchange(partner)
-    a.between()
-    assert not identical(a.weights(), before)
-    assert a.replica.observe(0.1)
-    assert identical(a.weights(), before)
-    assert a.counters.policy_version == version + 2
-    assert a.said[-1] == local.SwapReverted("peer")
-
-
-def test_large_policy_reverts_the_last_exchange(made, monkeypatch):
-    monkeypatch.setattr("swarmnode.weights.trainer.outer.UNDO_WEIGHTS", 0)
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    for _ in range(3):
-        a.replica.observe(0.5)
-    a.exchange(partner)
-    a.between()
-    before = a.weights()
-    a.exchange(partner, b"z" * 16, fragment=1)
-    a.between()
-    assert not identical(a.weights(), before)
-    assert a.replica.observe(0.1)
-    assert identical(a.weights(), before)
-
-
 def test_nothing_is_taken_that_could_not_be_judged(made):
     a, partner = made("a", probe=Silent()), made("c")
     partner.step(seed=2)
@@ -329,20 +298,6 @@ def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):
     assert a.counters.solo_steps_total == 0
     assert identical(a.weights(), b.weights())
     assert identical(a.replica.tensors(), b.replica.tensors())
-
-
-def test_exchange_from_before_a_revert_is_dropped(made):
-    a, partner = made("a"), made("c")
-    partner.step(seed=2)
-    for reward in (0.5, 0.5, 0.5):
-        a.replica.observe(reward)
-    before = a.weights()
-    a.exchange(partner)
-    a.between()
-    a.exchange(partner, session=b"t" * 16)
-    assert a.replica.observe(0.1)
-    assert not a.between()
-    assert identical(a.weights(), before)
 
 
 def test_worker_error_reaches_the_trainer(made, monkeypatch):
@@ -435,17 +390,3 @@ def test_state_with_wrong_hashes_is_refused(wrong, outcome, made):
     assert adopt(a, other, wrong=wrong) == outcome
     assert identical(a.weights(), before)
     assert a.counters.outer_clocks == [0, 0]
-
-
-def test_harmful_state_is_reverted(made):
-    a, other = made("a"), made("b")
-    a.counters.reward_held_out = 0.5
-    other.step(seed=5)
-    other.solo(0)
-    other.solo(1)
-    before = a.weights()
-    assert adopt(a, other) == "adopted"
-    assert not identical(a.weights(), before)
-    assert a.replica.observe(0.1)
-    assert identical(a.weights(), before)
-    assert a.said[-1].outcome == "worse"

@@ -363,16 +363,6 @@ async def test_a_partner_far_behind_gains_nothing(autojump_clock):
         assert not a.accepted
 
 
-async def test_reverted_partner_is_in_backoff(autojump_clock):
-    async with swarm({"a": Party, "b": Party}) as parties:
-        a = parties["a"]
-        a.due()
-        await settled(a)
-        a.exchange.reverted("b")
-        assert a.exchange.statistics.judged["reverted"] == 1
-        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0, BLOCKS)) == []
-
-
 async def test_one_fragment_accepts_one_swap_per_quarter_interval(autojump_clock):
     names = [f"p{number}" for number in range(40)]
     async with swarm({"me": Party} | dict.fromkeys(names, Party), every=EVERY) as parties:
