@@ -1,15 +1,11 @@
-"""03-weights: messages of a swap, states and their manifests, payloads, blocks and fragments."""
+"""03-weights: messages of a swap and of a state, payloads, blocks and fragments."""
 
-import itertools
-
-from check_frames import BYTES, COUNTS, code, counter, decode, open_signed, require, shape, shapes
-from check_join import peer_id
+from check_frames import BYTES, COUNTS, code, counter, decode, require, shapes
 
 TEXT = code("03-weights.md")
 
 WEIGHTS = shapes("weights", "here", "swap", "accepted", "busy", "refused", "payload", "ready")
 WEIGHTS_STATE = shapes("weights", "state_request", "state_response")
-STATE_MANIFEST = shape("weights_state_manifest")
 
 
 def read_weights(frame, cap, shapes):
@@ -24,16 +20,6 @@ def read_weights(frame, cap, shapes):
     require(1 <= len(blocks) <= COUNTS["blocks"] // 8 and blocks[-1] != 0)
     require(0 <= message.get("retry_seconds", 0) <= COUNTS["retry_seconds"])
     return message
-
-
-def read_state_manifest(frame, swarm):
-    limit = BYTES["weights_state_response"]
-    key, manifest = open_signed(frame, limit, "state", swarm, STATE_MANIFEST)
-    require(len(manifest["fingerprint"]) == BYTES["fingerprint"])
-    counter(manifest["outer_step"], manifest["created_at"])
-    require(all(a["name"] < b["name"] for a, b in itertools.pairwise(manifest["tensors"])))
-    require(all(len(tensor["phi"]) == 32 for tensor in manifest["tensors"]))
-    return {"peer": peer_id(key), "manifest": manifest}
 
 
 def weights_fingerprint(layout, fragments, adapter, **hashes):
@@ -65,7 +51,6 @@ READERS = {
     "weights_state": lambda frame, domain, swarm: read_weights(
         frame, "weights_state_response", WEIGHTS_STATE
     ),
-    "state_manifest": lambda frame, domain, swarm: read_state_manifest(frame, swarm),
 }
 DERIVATIONS = {
     "edge_rank": lambda swarm, **given: TEXT.rank(swarm=bytes.fromhex(swarm), **given).hex(),

@@ -21,7 +21,6 @@ SIGNED = {
     "manifest": ids.DOMAIN_MANIFEST,
     "session": ids.DOMAIN_SESSION,
     "summary": ids.DOMAIN_SUMMARY,
-    "state_manifest": ids.DOMAIN_STATE,
 }
 """Kinds whose message is the payload of an envelope, with the domain of its signature."""
 HEADED = {"stage_frame", "state_message"}

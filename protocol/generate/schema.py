@@ -22,7 +22,6 @@ from swarmnode.stages.crew_messages import (
 from swarmnode.stages.stage_frames import Frame, MicroBatch, WaveDescription
 from swarmnode.stages.state_messages import AnyStateMessage
 from swarmnode.weights import messages as weights
-from swarmnode.weights.network.newcomer import StateManifest
 from swarmnode.weights.payload import Header
 from swarmnode.wire import listings, messages
 
@@ -54,7 +53,7 @@ MESSAGES: dict[str, Message] = {
     "manifest": messages.SwarmManifest,
     **_tagged("weights", weights.Here, weights.Swap, weights.Accepted, weights.Busy),
     **_tagged("weights", weights.Refused, weights.Payload, weights.Ready),
-    **_named("weights_", weights.StateRequest, weights.StateResponse, StateManifest),
+    **_named("weights_", weights.StateRequest, weights.StateResponse),
     "weights_payload_header": Header,
     **_tagged("stage", *get_args(Frame)),
     **_tagged("state", *get_args(AnyStateMessage)),

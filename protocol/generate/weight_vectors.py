@@ -16,15 +16,12 @@ from protocol.generate.frames import (
     accepted,
     derived,
     pack,
-    refusals,
     rejected,
-    sealed,
 )
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.network.discovery import edge_rank
-from swarmnode.wire import ids
 
 FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
 SWAP = b"\x44" * 16
@@ -86,18 +83,9 @@ def messages() -> Iterator[Vector]:
 
 def states() -> Iterator[Vector]:
     request = {"type": "state_request", "fingerprint": FINGERPRINT}
-    tensors = [{"name": name, "phi": b"\x51" * 32} for name, _, _ in TENSORS]
-    manifest: dict[str, Any] = {
-        "type": "state",
-        "fingerprint": FINGERPRINT,
-        "outer_step": 31,
-        "created_at": 1_790_000_000_000,
-        "tensors": tensors,
-    }
-    signed = _signed(manifest)
     response = {
         "type": "state_response",
-        "manifest": signed,
+        "outer_step": 31,
         "transfer": TRANSFER,
         "root": ROOT,
         "size": 1_000_000,
@@ -105,22 +93,7 @@ def states() -> Iterator[Vector]:
     for message in (request, response):
         yield accepted(str(message["type"]), "weights_state", pack(message), message)
     yield rejected("bounds", "a state of no bytes", pack({**response, "size": 0}), "weights_state")
-    yield rejected("oversize", "a byte more than 4 MiB", bytes(4 * 2**20 + 1), "weights_state")
-
-    value = {"peer": PEER, "manifest": manifest}
-    yield accepted("a state's manifest", "state_manifest", signed, value)
-
-    def refused(reason: str, name: str, **fields: Any) -> Vector:
-        return rejected(reason, name, _signed({**manifest, **fields}), "state_manifest")
-
-    yield refused("bounds", "tensors in another order", tensors=tensors[::-1])
-    yield refused("bounds", "a tensor twice", tensors=[tensors[0], tensors[0], *tensors[1:]])
-    yield refused("schema", "another type", type="manifest")
-    yield from refusals(
-        "state_manifest",
-        ("signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM)),
-        ("signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT)),
-    )
+    yield rejected("oversize", "257 bytes of a state", bytes(257), "weights_state")
 
 
 def derivations() -> Iterator[Vector]:
@@ -177,9 +150,3 @@ def derivations() -> Iterator[Vector]:
     ):
         given = {"elements": count, "body": body.hex()}
         yield derived(name, "weights_int8", given, output)
-
-
-def _signed(
-    manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM
-) -> bytes:
-    return sealed(manifest, domain=domain, swarm=swarm)

@@ -94,7 +94,7 @@ async def run(config: Config, progress: Progress) -> None:
         )
         weights = WeightService(
             network,
-            Credentials(key, member.swarm),
+            member.swarm,
             config.weights,
             known,
             data_dir,

@@ -11,7 +11,7 @@ replica that both need. Tensors travel as files in the data directory. No torch.
                  outer step without a partner    ◀─ SoloStep
 
                  write φ                         ◀─ WriteState      a neighbour requests φ
-    StateWritten                                 ─▶ sign and offer φ
+    StateWritten                                 ─▶ offer φ
                  take a neighbour's φ            ◀─ AdoptState
     StateAdopted                                 ─▶
 
@@ -47,14 +47,6 @@ WRITTEN_PER_SECOND: Final = 1e8
 def writing_seconds(layout: Layout) -> float:
     """Return the time that a neighbour needs to write a state of this layout, seconds."""
     return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
-
-
-class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Name and hash of one tensor."""
-
-    name: str
-    phi: bytes
-    """32 bytes: SHA-256 of φ, bfloat16 little-endian."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
@@ -151,7 +143,6 @@ class StateWritten(msgspec.Struct, frozen=True, tag="weights_state_written"):
     path: str
     """Empty if the state could not be written."""
     outer_step: int
-    tensors: list[TensorHash]
 
 
 class StateAdopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
@@ -216,7 +207,6 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     """Empty while the state is being fetched; repeated as the fetch progresses. A message with a
     path or without a peer always follows."""
     outer_step: int
-    tensors: list[TensorHash]
 
 
 FromTrainer = OuterStepDue | SnapshotWritten | SwapEnded | StateWritten | StateAdopted
@@ -262,7 +252,6 @@ AVERAGED: Final = frozenset(("accepted", "clipped"))
 ADOPTIONS: Final[dict[str, float]] = {
     "adopted": 0.0,
     "payload": PROOF,
-    "hash": PROOF,
     "not_finite": PROOF,
     "norm_ratio": PROOF,
     "worse": 0.0,

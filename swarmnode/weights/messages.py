@@ -14,7 +14,7 @@ from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_between, check_fie
 MESSAGE_BYTES: Final = 256
 ID_BYTES: Final = 16
 STATE_REQUEST_BYTES: Final = 128
-STATE_BYTES: Final = 4 * 2**20
+STATE_BYTES: Final = 256
 """Longest response: the manifest of a state names every tensor."""
 HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
@@ -103,8 +103,7 @@ class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_response"):
     """Answer to a StateRequest: the state can be fetched by bulk transfer."""
 
-    manifest: bytes
-    """Envelope of a StateManifest, signed by the responder."""
+    outer_step: int
     transfer: bytes
     root: bytes
     size: int

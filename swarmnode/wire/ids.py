@@ -27,8 +27,6 @@ DOMAIN_SUMMARY = b"swarmnode/summary/1"
 DOMAIN_BULK = b"swarmnode/bulk/1"
 """Domain of the hash of a transfer's root."""
 
-DOMAIN_STATE = b"swarmnode/state/1"
-"""Domain of the signature of an outer state's manifest."""
 
 DOMAIN_SEED = b"swarmnode/seed/1"
 """Domain of the hash of a block of training seeds."""

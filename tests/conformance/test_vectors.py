@@ -44,7 +44,6 @@ from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import BLOCK, make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.network.discovery import edge_rank
-from swarmnode.weights.network.newcomer import open_state_manifest
 from swarmnode.weights.trainer.codecs import int8_from_bytes
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
@@ -255,9 +254,6 @@ def judge(
             value = plain(CREWS[read_as](frame))
         elif read_as in WEIGHTS:
             value = plain(WEIGHTS[read_as](frame))
-        elif read_as == "state_manifest":
-            peer, state = open_state_manifest(frame, swarm)
-            value = {"peer": peer, "manifest": plain(state)}
         elif read_as == "manifest":
             opened = open_manifest(frame)
             value = {"swarm": opened.swarm.hex(), "manifest": plain(opened.manifest)}
@@ -415,7 +411,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     }
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    others = {"state_manifest", "manifest", "session", "summary"}
+    others = {"manifest", "session", "summary"}
     readers = {"group", *MESSAGES, *WEIGHTS, *STAGES, *CREWS, *others}
     assert accepted == refused == readers
 

@@ -37,7 +37,6 @@ from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.network.newcomer import open_state_manifest
 from swarmnode.weights.trainer.codecs import int8_from_bytes
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.envelope import open_session, open_summary
@@ -265,7 +264,6 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "bulk": (lambda: bulk_manifest, (BadMessage,)),
     "weights": (lambda: decode_message, (BadMessage,)),
     "weights-state": (lambda: decode_state, (BadMessage,)),
-    "state-manifest": (lambda: lambda data: open_state_manifest(data, SWARM), (BadMessage,)),
     "weights-payload": (lambda: lambda data: payload.parse(data, LAYOUT, "float32"), (BadMessage,)),
     "weights-int8": (
         lambda: lambda data: int8_from_bytes(data[:74].ljust(74, b"\x11"), 70, 256),

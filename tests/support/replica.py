@@ -36,7 +36,6 @@ from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import Answer, Losses, LossProbe
 from swarmnode.weights.trainer.outer import Tensors
 from swarmnode.weights.trainer.replica import Replica
-from swarmnode.wire.envelope import Credentials
 
 SWARM = b"\x21" * 32
 BASE = b"\x22" * 32
@@ -114,7 +113,7 @@ class Node:
         self.from_trainer: list[local.FromTrainer] = []
         self.service = WeightService(
             network,
-            Credentials(key, SWARM),
+            SWARM,
             cfg,
             known,
             directory,

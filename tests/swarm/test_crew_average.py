@@ -9,7 +9,6 @@ import torch
 import trio
 
 from swarmnode.config import Config
-from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.crew_messages import StageAssignment
 from swarmnode.stages.trainer.stage import Stage
@@ -18,7 +17,6 @@ from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights.network import discovery, swaps
 from swarmnode.weights.network.service import WeightService
 from swarmnode.weights.trainer.gate import Losses
-from swarmnode.wire.envelope import Credentials
 from tests.support.crew_models import averaging_of, opened
 from tests.support.hosts import hosts
 from tests.support.waiting import until, wait_connected
@@ -36,10 +34,9 @@ class Holder:
         self.model = model
         assigned = StageAssignment(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, "")
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
-        key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(
             network,
-            Credentials(key, SWARM),
+            SWARM,
             config.weights,
             KnownPeers(everyone=True),
             directory,

@@ -134,7 +134,7 @@ class StageAveraging(Replica, Observer):
             step = self.outer_steps()[fragment]
             self._send(local.SwapEnded(message.session, fragment, "", "local", False, step))
         elif isinstance(message, local.WriteState):
-            self._send(local.StateWritten("", 0, []))
+            self._send(local.StateWritten("", 0))
 
 
 def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:

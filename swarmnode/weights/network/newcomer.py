@@ -1,25 +1,23 @@
 """The state of a new node: φ of a neighbour, fetched (`StateSeeker`) and served (`StateServer`). No
 torch.
 
-    new node    ask known neighbours for signed manifests ─▶ fetch φ of the one furthest ahead
+    new node    ask known neighbours ─▶ fetch φ of the one furthest ahead
                 ─▶ AdoptState ─▶ trainer, on probation
-    neighbour   request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign and offer the file
+    neighbour   request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ offer the file
 
 A node that has trained never takes a state, because a peer could otherwise overwrite its weights. A
 node that has fallen behind catches up by swaps, each of which passes the gate.
 
 No check detects a state that was tuned against this node, and replicas of a swarm are never equal,
 so neighbours cannot vouch for each other. A node therefore takes a state from known peers only
-(`swarm.known`); without any it starts from the base policy and learns from shared groups. The
-tensors must have the hashes of the neighbour's manifest, and the node stays on probation in the
-gate.
+(`swarm.known`); without any it starts from the base policy and learns from shared groups. The file
+must have the root that the neighbour announced, and the node stays on probation in the gate.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -38,10 +36,8 @@ from swarmnode.weights.local import (
     STATE_CODEC,
     LocalReplica,
     SendToTrainer,
-    TensorHash,
 )
 from swarmnode.weights.messages import (
-    HASH_BYTES,
     STATE_BYTES,
     STATE_REQUEST_BYTES,
     StateRequest,
@@ -57,9 +53,7 @@ from swarmnode.weights.network.payload_store import (
     offer_seconds,
 )
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
-from swarmnode.wire import codec, envelope, ids, strict
-from swarmnode.wire.envelope import Credentials
-from swarmnode.wire.fields import check_counter, check_length
+from swarmnode.wire import ids
 
 log = logging.getLogger(__name__)
 
@@ -75,36 +69,21 @@ ADOPT_SECONDS: Final = 300.0
 """Time limit for the trainer to read and adopt a state."""
 
 
-def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]:
-    """Return the signer's peer id and the manifest. The tensors are not compared with a layout.
-
-    Raises:
-        BadMessage: The envelope or the manifest is invalid.
-    """
-    signed = envelope.open_raw(frame, ids.DOMAIN_STATE, swarm, STATE_BYTES)
-    manifest: StateManifest = strict.decode(signed.payload, StateManifest)
-    names = [tensor.name for tensor in manifest.tensors]
-    if names != sorted(set(names)):
-        raise BadMessage("bounds", "tensors must be sorted and unique")
-    check_manifest(manifest, names)
-    return envelope.peer_id(signed.key), manifest
-
-
 class CatchUpStatistics(msgspec.Struct, frozen=True):
     """Counts of fetched and served states."""
 
     adoptions: dict[str, int] = {}
     """Neighbours' states by `local.ADOPTIONS`."""
     served: int = 0
-    """Number of manifests sent."""
+    """Number of states offered to a neighbour."""
     source: str = ""
     """Peer whose state was taken last."""
 
 
 class OfferedState(msgspec.Struct, frozen=True):
-    """A neighbour's manifest and the file with its tensors."""
+    """A neighbour's outer step and the file with its tensors."""
 
-    manifest: StateManifest
+    outer_step: int
     payload: RemotePayload
 
 
@@ -118,7 +97,6 @@ class StateSeeker:
     def __init__(
         self,
         network: Network,
-        swarm: bytes,
         replica: LocalReplica,
         discovery: Discovery,
         store: PayloadStore,
@@ -127,7 +105,6 @@ class StateSeeker:
         rng: random.Random | None = None,
     ) -> None:
         self._network = network
-        self._swarm = swarm
         self._replica = replica
         self._discovery = discovery
         self._store = store
@@ -151,7 +128,7 @@ class StateSeeker:
             await self._wanted.wait()
             self._wanted = trio.Event()
             if not await self._search():
-                self._send_to_trainer(local.AdoptState("", "", 0, []))
+                self._send_to_trainer(local.AdoptState("", "", 0))
 
     def statistics(self, served: int) -> CatchUpStatistics:
         return CatchUpStatistics(dict(self._adoptions), served, self._source)
@@ -191,7 +168,7 @@ class StateSeeker:
                     nursery.start_soon(self._ask, peer, offers, silent)
                 waited = trio.current_time() - began >= GRACE_SECONDS
                 if offers and (waited or len(offers) >= ASKED):
-                    furthest = max(offers, key=lambda peer: offers[peer].manifest.outer_step)
+                    furthest = max(offers, key=lambda peer: offers[peer].outer_step)
                     if await self._take(offers.pop(furthest)):
                         nursery.cancel_scope.cancel()
                         return True
@@ -206,18 +183,13 @@ class StateSeeker:
     async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
         try:
             offer = await self._request_offer(peer)
-            if offer is not None and self._is_ahead(offer.manifest):
+            if offer is not None and 0 < offer.outer_step <= LARGEST_OUTER_STEP:
                 offers[peer] = offer
         finally:
             silent.discard(peer)
 
-    def _is_ahead(self, manifest: StateManifest) -> bool:
-        """Return True for a state of this policy that a trained node may have."""
-        same = manifest.fingerprint == self._replica.state_fingerprint
-        return same and 0 < manifest.outer_step <= LARGEST_OUTER_STEP
-
     async def _request_offer(self, peer: str) -> OfferedState | None:
-        """Request a peer's manifest. Return None if it has none or an invalid one."""
+        """Request a peer's state. Return None if it has none or answers with an invalid message."""
         try:
             data = await self._network.requests.request(
                 peer,
@@ -229,30 +201,25 @@ class StateSeeker:
                 max_response_bytes=STATE_BYTES,
             )
         except PeerError as error:
-            log.info("no state manifest: peer=%s error=%s", peer, error)
+            log.info("no state: peer=%s error=%s", peer, error)
             return None
         try:
             return self._open(peer, data)
         except BadMessage as bad:
-            log.warning("invalid state manifest: peer=%s reason=%s", peer, bad)
+            log.warning("invalid answer about a state: peer=%s reason=%s", peer, bad)
             self._network.rejected(peer, "weights_manifest", PROOF)
             return None
 
     def _open(self, peer: str, data: bytes) -> OfferedState:
-        """Decode an answer. Raises BadMessage unless `peer` has signed a manifest of exactly this
-        node's tensors."""
+        """Decode an answer. Raises BadMessage."""
         response = decode_state(data)
         if not isinstance(response, StateResponse):
             raise BadMessage("schema", "not a response")
-        signer, manifest = open_state_manifest(response.manifest, self._swarm)
-        if signer != peer:
-            raise BadMessage("signature", "signed by another peer")
-        facts = self._replica.facts
-        check_manifest(manifest, [spec.name for spec in facts.layout] if facts is not None else [])
         if response.size > self._limit():
             raise BadMessage("oversize", f"{response.size} bytes of state")
         return OfferedState(
-            manifest, RemotePayload(peer, response.transfer, response.root, response.size)
+            response.outer_step,
+            RemotePayload(peer, response.transfer, response.root, response.size),
         )
 
     def _limit(self) -> int:
@@ -279,22 +246,18 @@ class StateSeeker:
             await trio.sleep(PROGRESS_SECONDS)
             missing = self._store.missing_chunks(path)
             if missing is not None and missing < before:
-                self._send_to_trainer(
-                    local.AdoptState(offer.payload.peer, "", offer.manifest.outer_step, [])
-                )
+                self._send_to_trainer(local.AdoptState(offer.payload.peer, "", offer.outer_step))
             before = missing or 0
 
     async def _fetch(self, offer: OfferedState, path: Path) -> bool:
-        remote, manifest = offer.payload, offer.manifest
+        remote, outer_step = offer.payload, offer.outer_step
         deadline = trio.current_time() + offer_seconds(remote.size)
         try:
-            self._send_to_trainer(local.AdoptState(remote.peer, "", manifest.outer_step, []))
+            self._send_to_trainer(local.AdoptState(remote.peer, "", outer_step))
             await self._store.fetch(remote, path, self._limit(), deadline)
             self._adopted = trio.Event()
             self._source = remote.peer
-            if not self._send_to_trainer(
-                local.AdoptState(remote.peer, str(path), manifest.outer_step, manifest.tensors)
-            ):
+            if not self._send_to_trainer(local.AdoptState(remote.peer, str(path), outer_step)):
                 return False
             before = self._adoptions["adopted"]
             with trio.move_on_after(ADOPT_SECONDS):
@@ -328,35 +291,31 @@ SMALL_BYTES: Final = 2**30
 
 
 class WrittenState(msgspec.Struct, frozen=True):
-    """A file with this node's slow weights, and its signed manifest."""
+    """A file with this node's slow weights."""
 
     until: float
     """End of the time in which it answers requests, on trio's clock."""
-    manifest: bytes
-    """A signed envelope."""
+    outer_step: int
     offer: PayloadOffer
     """Offer to all peers. It uses none of the slots for partners."""
 
 
 class StateServer:
-    """Serves this node's slow weights φ to new neighbours, signed.
+    """Serves this node's slow weights φ to new neighbours.
 
-    One file is written at a time, and one offer serves all requests for it. The signature binds
-    this node to its manifest: a receiver counts tensors with other hashes as a lie.
+    One file is written at a time, and one offer serves all requests for it.
     """
 
     def __init__(
         self,
         network: Network,
-        credentials: Credentials,
         replica: LocalReplica,
         store: PayloadStore,
         send_to_trainer: SendToTrainer,
     ) -> None:
         self.served = 0
-        """Number of manifests sent."""
+        """Number of states offered to a neighbour."""
         self._network = network
-        self._credentials = credentials
         self._replica = replica
         self._store = store
         self._send_to_trainer = send_to_trainer
@@ -393,25 +352,13 @@ class StateServer:
         self._state = self._writing = None
 
     async def written(self, message: local.StateWritten) -> None:
-        """Sign and offer the state that the trainer has written."""
+        """Offer the state that the trainer has written."""
         payload = await self._store.open(message.path)
         if payload is not None:
-            manifest = StateManifest(
-                self._replica.state_fingerprint,
-                message.outer_step,
-                int(time.time() * 1000),
-                message.tensors,
-            )
-            signed = envelope.sign(
-                strict.encode(manifest),
-                self._credentials.key,
-                ids.DOMAIN_STATE,
-                self._credentials.swarm,
-            )
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
             offer = self._store.offer(payload, until + offer_seconds(payload.source.size), None)
-            self._state = WrittenState(until, codec.encode(signed), offer)
+            self._state = WrittenState(until, message.outer_step, offer)
             self._kept.append(offer)
         if self._writing is not None:
             self._writing.set()
@@ -433,7 +380,9 @@ class StateServer:
         if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
             raise PeerError("the state has expired")
         self.served += 1
-        return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
+        return encode_message(
+            StateResponse(state.outer_step, offer.transfer, offer.root, offer.size)
+        )
 
     async def _current(self) -> WrittenState:
         """Return a state that has not expired, or the last one if the disk has no room for another.
@@ -456,34 +405,3 @@ class StateServer:
         return sum(offer.size for offer in self._kept) + size <= max(
             SMALL_BYTES, MOST_STATES * size
         )
-
-
-# ---- manifest ------------------------------------------------------------------------------------
-
-
-class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
-    """Description of a node's slow weights, sent in a signed envelope."""
-
-    fingerprint: bytes
-    """32 bytes."""
-    outer_step: int
-    created_at: int
-    """Unix time, milliseconds."""
-    tensors: list[TensorHash]
-    """Sorted by name."""
-
-
-def check_manifest(manifest: StateManifest, names: list[str]) -> None:
-    """Check that a manifest lists exactly the tensors `names`, sorted, with hashes of the right
-    length and counters in range.
-
-    Raises:
-        BadMessage: It does not (`bounds`).
-    """
-    check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
-    if [tensor.name for tensor in manifest.tensors] != sorted(names):
-        raise BadMessage("bounds", "tensors")
-    for tensor in manifest.tensors:
-        check_length("phi", tensor.phi, HASH_BYTES)
-    check_counter("outer_step", manifest.outer_step)
-    check_counter("created_at", manifest.created_at)

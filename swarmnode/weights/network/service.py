@@ -26,7 +26,6 @@ from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.network.newcomer import CatchUpStatistics, StateSeeker, StateServer
 from swarmnode.weights.network.payload_store import PayloadStore
 from swarmnode.weights.network.swaps import SwapService
-from swarmnode.wire.envelope import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class WeightService:
     def __init__(
         self,
         network: Network,
-        credentials: Credentials,
+        swarm: bytes,
         cfg: WeightsConfig,
         known: KnownPeers,
         data_dir: Path,
@@ -85,18 +84,16 @@ class WeightService:
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._enabled = cfg.rule != "off"
-        self._swarm = credentials.swarm
+        self._swarm = swarm
         self._replica = LocalReplica()
         self._store = PayloadStore(network.bulk, data_dir / local.DIRECTORY)
-        self._state_server = StateServer(
-            network, credentials, self._replica, self._store, send_to_trainer
-        )
+        self._state_server = StateServer(network, self._replica, self._store, send_to_trainer)
         self._has_trainer = False
         may_accept = lambda: (
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
         partners = known if cfg.partners == "known" else KnownPeers(everyone=True)
-        self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time, partners)
+        self._discovery = Discovery(network, self._replica, swarm, unix_time, partners)
         self._swaps = SwapService(
             network,
             self._replica,
@@ -109,7 +106,6 @@ class WeightService:
         )
         self._seeker = StateSeeker(
             network,
-            credentials.swarm,
             self._replica,
             self._discovery,
             self._store,

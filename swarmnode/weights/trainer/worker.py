@@ -11,7 +11,6 @@ copying, because an outer step replaces these tensors and never modifies them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import queue
 import threading
@@ -22,14 +21,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import torch
 
 from swarmnode.errors import BadMessage
 from swarmnode.latest import Latest
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, blocks_of
 from swarmnode.weights.layout import Layout
-from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC, TensorHash
+from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer import codecs
@@ -401,17 +399,11 @@ class AveragingWorker:
         with self._parts.tensors.lock:
             phi, outer_step = dict(self._parts.outer.phi), min(self._parts.counters.outer_clocks)
         path = self._files.write(codecs.encoded(phi, layout, STATE_CODEC))
-        self._send(
-            local.StateWritten(
-                path,
-                outer_step,
-                [TensorHash(spec.name, _hash_of(phi[spec.name])) for spec in layout],
-            )
-        )
+        self._send(local.StateWritten(path, outer_step))
 
 
 def read_state(message: local.AdoptState, layout: Layout) -> StateRead:
-    """Read φ that the network process has fetched, and compare it with the signed hashes."""
+    """Read φ that the network process has fetched."""
     refused = lambda outcome: StateRead(message.peer, message.outer_step, {}, outcome)
     try:
         tensors = codecs.decode(mapped(message.path), layout, STATE_CODEC)
@@ -419,11 +411,4 @@ def read_state(message: local.AdoptState, layout: Layout) -> StateRead:
         return refused("payload")
     except (OSError, ValueError):
         return refused("local")
-    signed = {tensor.name: tensor.phi for tensor in message.tensors}
-    if any(_hash_of(tensor) != signed.get(name) for name, tensor in tensors.items()):
-        return refused("hash")
     return StateRead(message.peer, message.outer_step, tensors)
-
-
-def _hash_of(tensor: torch.Tensor) -> bytes:
-    return hashlib.sha256(codecs.to_bytes(codecs.bfloat16_bits(tensor), "<i2")).digest()

@@ -7,7 +7,6 @@ dropped swap, and a partner's weights exactly as the partner copied them, within
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 from collections import Counter
@@ -20,7 +19,6 @@ import trio
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.local import TensorHash
 
 SKILLS = 8
 LAYOUT = make_layout([("skill", (SKILLS,), "float32")])
@@ -134,8 +132,7 @@ class Averaging:
             case local.SoloStep():
                 self._stepped("solo")
             case local.WriteState():
-                hashes = [TensorHash("skill", hashlib.sha256(self._packed()).digest())]
-                self._send(local.StateWritten(str(self._write("state")), self.outer_step, hashes))
+                self._send(local.StateWritten(str(self._write("state")), self.outer_step))
             case local.AdoptState(peer, path, outer_step) if path:
                 self._adopt(peer, Path(path), outer_step)
 

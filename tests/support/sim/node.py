@@ -158,7 +158,7 @@ class Node:
         )
         weights = WeightService(
             network,
-            credentials,
+            self.swarm,
             WeightsConfig(sync_every=traits.pace.sync_every, fragments=1),
             KnownPeers(everyone=True),
             self._directory,

@@ -177,6 +177,6 @@ def test_a_stage_adopts_no_state_of_another_crew(node):
     one = node()
     one.begin()
     before = one.averaging.tensors()
-    one.averaging.receive(local.AdoptState("peer", "/somewhere", 3, []))
+    one.averaging.receive(local.AdoptState("peer", "/somewhere", 3))
     assert one.sent == [local.StateAdopted("peer", "local", [0])]
     assert equal(one.averaging.tensors(), before)

@@ -2,7 +2,6 @@
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
@@ -11,7 +10,6 @@ from swarmnode.weights.messages import StateRequest, decode_state, encode_messag
 from swarmnode.weights.network import newcomer
 from swarmnode.weights.network.newcomer import StateServer
 from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore
-from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import BulkRequest
 
 FINGERPRINT = b"\x09" * 32
@@ -55,8 +53,7 @@ class Served:
         self.writes = writes
         self.written = 0
         self.most = 0
-        credentials = Credentials(Ed25519PrivateKey.from_private_bytes(bytes(32)), b"\x21" * 32)
-        self.server = StateServer(self.network, credentials, Replica(), self.store, self._write)
+        self.server = StateServer(self.network, Replica(), self.store, self._write)
         self.server.start()
 
     def _write(self, message):
@@ -74,7 +71,7 @@ class Served:
             return LocalPayload(source, path)
 
         self.store.open = opened
-        await self.server.written(local.StateWritten(str(path), self.written, []))
+        await self.server.written(local.StateWritten(str(path), self.written))
 
     async def ask(self, peer="stranger"):
         """Which of the states is given."""

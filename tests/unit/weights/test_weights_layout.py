@@ -1,4 +1,4 @@
-"""Fragments, fingerprints, adapters and manifests, which all nodes must derive alike."""
+"""Fragments, fingerprints and adapters, which all nodes must derive alike."""
 
 import hashlib
 import math
@@ -6,11 +6,8 @@ import math
 import pytest
 import torch
 
-from swarmnode.errors import BadMessage
 from swarmnode.weights.fragments import block_of, cut, layer_of
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.local import TensorHash
-from swarmnode.weights.network.newcomer import StateManifest, check_manifest
 from swarmnode.weights.trainer.lora import freeze_a, shared_a
 
 LLAMA = [
@@ -95,26 +92,3 @@ def test_freezing_leaves_only_b_to_train():
         assert parameter.requires_grad == (".lora_B." in name)
         if ".lora_A." in name:
             assert torch.equal(parameter, shared_a(name, (4, 20)))
-
-
-# ---- manifests -----------------------------------------------------------------------------------
-
-FP = b"f" * 32
-
-
-def manifest(step, fp=FP, names=("a", "b")):
-    return StateManifest(fp, step, 0, [TensorHash(n, bytes(32)) for n in names])
-
-
-def test_a_manifest_speaks_of_our_tensors_or_is_refused():
-    check_manifest(manifest(3), ["b", "a"])
-    for bad in (
-        manifest(3, names=("a",)),
-        manifest(3, names=("b", "a")),
-        manifest(-1),
-        manifest(2**63),
-        manifest(3, fp=b""),
-    ):
-        with pytest.raises(BadMessage) as error:
-            check_manifest(bad, ["a", "b"])
-        assert error.value.reason == "bounds"
