@@ -529,9 +529,6 @@ class HttpConfig(Section):
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log lines."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers that also receive each step's measurements; each needs its package. TensorBoard's
-    files are in `log` of the data directory."""
 
 
 class Config(Section):

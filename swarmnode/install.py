@@ -28,9 +28,7 @@ EXTRAS = {
     ),
     "nvidia": ("nvidia-ml-py>=12",),
     "quant": ("bitsandbytes>=0.45",),
-    "tensorboard": ("tensorboard>=2.15",),
     "textarena": ("textarena>=0.7.4",),
-    "trackio": ("trackio>=0.5",),
     "train": (
         "accelerate>=1.0",
         "numpy>=1.26",
@@ -41,7 +39,6 @@ EXTRAS = {
         "transformers>=5.19",
     ),
     "verifiers": ("verifiers>=0.4,<0.5",),
-    "wandb": ("wandb>=0.31",),
 }
 """Packages of each extra. `train` also needs `REASONING_GYM`."""
 REASONING_GYM = "reasoning-gym==0.1.25"

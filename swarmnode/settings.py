@@ -8,7 +8,6 @@ key.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import tomllib
@@ -27,7 +26,6 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
 from swarmnode.gguf import is_gguf
-from swarmnode.install import install_command
 
 ENV_PREFIX = "SWARMNODE_"
 OTHER_VARIABLES = {
@@ -372,21 +370,6 @@ def recipe_values(name: str) -> dict[str, object]:
 
 def _from_recipe(name: str) -> Settings:
     return {key: (value, f"recipe {name}") for key, value in recipe_values(name).items()}
-
-
-TRACKERS = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-}
-"""Modules by tracker. One of them must be installed."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError, with the command to install it, if a tracker's package is missing."""
-    for name in names:
-        if not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
-            raise ConfigError(f"log.trackers: {name} is not installed: {install_command(name)}")
 
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -114,13 +114,12 @@ def run_resolved(resolved: Resolved) -> int:
 
 
 def check_values(resolved: Resolved) -> None:
-    """Check values that `Config` cannot check: model, addresses, invite, trackers. Commands call
+    """Check values that `Config` cannot check: model, addresses, invite. Commands call
     this before they start a process or write a file.
 
     Raises:
         ConfigError: One line with the origin of the value, its key and the problem.
     """
-    from swarmnode.settings import check_trackers
     from swarmnode.swarm import invite as invites
 
     config = resolved.config
@@ -132,7 +131,6 @@ def check_values(resolved: Resolved) -> None:
         except ConfigError as error:
             origin = resolved.origins.get("swarm.invite", "default")
             raise ConfigError(f"{origin}: swarm.invite: {error}") from None
-    check_trackers(config.log.trackers)
 
 
 def _find_model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:

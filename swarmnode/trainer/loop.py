@@ -58,7 +58,6 @@ from swarmnode.trainer.reporting import (
 )
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
-from swarmnode.trainer.trackers import Trackers, flat
 from swarmnode.trainer.update import UpdateStatistics, learning_rate
 from swarmnode.weights.local import JOIN_SECONDS
 
@@ -231,11 +230,7 @@ class Loop:
         self._unlogged: list[float] = []
         """Rewards of the steps since the last line of the log about steps."""
         self._next_line = float("-inf")
-        settings = flat(config.model_dump(include={"policy", "training", "weights"}))
-        self._records = Records(
-            config.node.data_dir,
-            Trackers(config.log.trackers, config.node.data_dir, config.node.name, settings),
-        )
+        self._records = Records(config.node.data_dir)
         self._pauses = Pauses(
             config.node.quiet_hours, PauseFlags(config.node.data_dir), training.step_interval, stop
         )

@@ -24,7 +24,6 @@ from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.trainer.episodes import sampled_tokens
 from swarmnode.trainer.evaluate import HeldOutReward
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.trackers import Trackers
 from swarmnode.wire.messages import Completion
 
 STEPS_BYTES = 8 * 2**20
@@ -46,11 +45,9 @@ LEFT_OUT = (
 
 
 class Records:
-    """Writes both files, and sends steps to trackers. Errors of the disk or of a tracker are not
-    raised."""
+    """Writes both files. Errors of the disk are not raised."""
 
-    def __init__(self, data_dir: Path, trackers: Trackers | None = None) -> None:
-        self._trackers = trackers
+    def __init__(self, data_dir: Path) -> None:
         self._steps = _file(data_dir, "steps", STEPS_BYTES)
         self._samples = _file(data_dir, "samples", SAMPLES_BYTES)
 
@@ -62,15 +59,11 @@ class Records:
             if name not in (*LEFT_OUT, "type")
         }
         _write(self._steps, {"at": round(at, 3), **measured})
-        if self._trackers is not None:
-            self._trackers.step(report.step, measured)
 
     def sample(self, sample: Sample) -> None:
         _write(self._samples, msgspec.to_builtins(sample))
 
     def close(self) -> None:
-        if self._trackers is not None:
-            self._trackers.close()
         for file in (self._steps, self._samples):
             if file is not None:
                 file.close()

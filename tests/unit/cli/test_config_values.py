@@ -51,7 +51,6 @@ BAD = [
     "http.metrics=9465",
     "http.metrics=0.0.0.0:65536",
     "http.port=65536",
-    'log.trackers=["mlflow"]',
     "task.names=[]",
     'task.names=["gsm8k"]',
     'task.names=["rg/chain_sum", "rg/chain_sum"]',
@@ -126,13 +125,6 @@ def test_conflicting_values_are_not_saved(tmp_path, capsys, first, second):
     assert cli.run(["config", "set", second, "-d", str(tmp_path)]) == 78
     assert capsys.readouterr().err.count("\n") == 1
     assert settings.saved_file(tmp_path).read_text() == kept
-
-
-def test_a_missing_tracker_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
-    setting = 'log.trackers=["wandb"]'
-    assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 78
-    assert "wandb" in capsys.readouterr().err
 
 
 def test_checks_environment_variables(monkeypatch, capsys):
