@@ -73,7 +73,6 @@ ARMS: dict[str, Arm] = {
     "4 nodes, averaging only": Arm(4, shares=False, averages=True),
     "4 nodes, sharing and averaging": Arm(4, averages=True),
     "4 nodes, half own": Arm(4, own_groups=2),
-    "alone, curriculum": Arm(options=("curriculum",)),
     "adapter beside all weights": Arm(others=(Member(rank=0),)),
     "r = 16 beside r = 4": Arm(others=(Member(rank=4),)),
     "another system prompt": Arm(others=(Member(system="Answer with the result only."),)),

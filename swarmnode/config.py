@@ -397,15 +397,13 @@ class TrainingConfig(Section):
             "continuous",
             "tis",
             "icepop",
-            "curriculum",
         ]
     ] = []
     """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps.
-    Sampling: `dynamic_sampling` samples until the step's own groups have a signal; `curriculum`
-    prefers questions that probably give one; `lockstep` or `continuous` sets the engine, which
-    otherwise is `continuous` for episodes and answers of more than 32 tokens. Cut completions:
-    `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction for a
-    sampling policy that differs: `tis` (the default) or `icepop`."""
+    Sampling: `dynamic_sampling` samples until the step's own groups have a signal; `lockstep` or
+    `continuous` sets the engine, which otherwise is `continuous` for episodes and answers of more
+    than 32 tokens. Cut completions: `mask_truncated` excludes them, `overlong_shaping` lowers their
+    reward. Correction for a sampling policy that differs: `tis` (the default) or `icepop`."""
     advantage: Literal["grpo", "dr_grpo", "gdpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"

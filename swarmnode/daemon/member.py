@@ -75,7 +75,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         raise RestartWanted("another manifest was chosen after this process was configured")
     if opened is None:
         secret, members = None, None
-        speaks = manifest.required_protocols(config.task.names, config.training.options)
+        speaks = manifest.required_protocols(config.task.names)
         swarm = swarm_id(
             config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks
         )
@@ -98,9 +98,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         meets_rules = (
             manifest.group_check(opened.manifest) if opened is not None else lambda group: True
         )
-        choose = manifest.members_choose_difficulty(
-            opened, config.task.names, config.training.options
-        )
+        choose = manifest.members_choose_difficulty(opened, config.task.names)
         yield Member(identity, swarm, opened, network, successors, choose, meets_rules)
 
 

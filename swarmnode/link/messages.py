@@ -165,11 +165,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """`unmoved` or `collapsed`, see `trainer.learning`; empty for a run that may be learning."""
     learning_problem: str = ""
     """The problem and its remedy in one line."""
-    signals: dict[str, float] = {}
-    """Expected share of groups with a signal, by task and difficulty; empty if both follow from a
-    question's number."""
-    evidence: dict[str, float] = {}
-    """Number of own groups behind a curriculum's expectations, with the keys of `signals`."""
     reward_errors: dict[str, int] = {}
     """Completions whose reward function failed, by task, since the process started."""
     last_reward_error: str = ""

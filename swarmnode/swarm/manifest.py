@@ -98,20 +98,16 @@ class Terms:
     predecessor: bytes = b""
 
 
-def required_protocols(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
-    """Return the protocols and rules of a swarm with these tasks and training options."""
+def required_protocols(tasks: Collection[str]) -> tuple[str, ...]:
+    """Return the protocols and rules of a swarm with these tasks."""
     levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
-    return ids.CHOICE_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
+    return ids.CHOICE_PROTOCOLS if levels > 1 else ids.PROTOCOLS
 
 
-def members_choose_difficulty(
-    opened: VerifiedManifest | None, tasks: Collection[str], options: Collection[str]
-) -> bool:
+def members_choose_difficulty(opened: VerifiedManifest | None, tasks: Collection[str]) -> bool:
     """Return True if members choose the difficulty of their questions. The manifest decides;
-    without a manifest, the tasks and training options do."""
-    protocols = (
-        opened.manifest.protocols if opened is not None else required_protocols(tasks, options)
-    )
+    without a manifest, the tasks do."""
+    protocols = opened.manifest.protocols if opened is not None else required_protocols(tasks)
     return ids.CHOICE_RULE in protocols
 
 
@@ -147,7 +143,7 @@ def draft(
         created_at=terms.created_at,
         predecessor=terms.predecessor,
         minimum_version=__version__,
-        protocols=sorted(required_protocols(config.task.names, training.options)),
+        protocols=sorted(required_protocols(config.task.names)),
         models=list(models),
         tasks=[
             TaskEntry(name, task_version(name), settings_text(name))

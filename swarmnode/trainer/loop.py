@@ -192,12 +192,8 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        choose = members_choose_difficulty(
-            load_current(config.node.data_dir), config.task.names, training.options
-        )
-        self._questions = Questions(
-            config.task.names, counters, choose, "curriculum" in training.options
-        )
+        choose = members_choose_difficulty(load_current(config.node.data_dir), config.task.names)
+        self._questions = Questions(config.task.names, counters, choose)
         self._link = link
         self._lost_messages = 0
         check_template(engine.text, scorer, config.task.names)
@@ -441,8 +437,6 @@ class Loop:
             reward_by_task=former | reward_by_task(done.experience.messages),
             learning=learning.kind,
             learning_problem=learning.text,
-            signals=self._questions.signals(),
-            evidence=self._questions.evidence(),
             drift=self._external.quota.excess,
             drops=self._drops.statistics(),
         )

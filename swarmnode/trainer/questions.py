@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from swarmnode.rl.curricula import Bucket, Curriculum
-from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.state import Counters
@@ -14,35 +12,20 @@ from swarmnode.wire.messages import TaskRef
 
 
 class Questions:
-    """The series of this node's questions.
-
-    If the swarm lets its members choose, the buckets (task and difficulty) are drawn uniformly or
-    by the curriculum. Otherwise a curriculum chooses only among the tasks, at difficulty 0. The
-    curriculum's estimates are not saved; a few steps restore them.
-    """
+    """The series of this node's questions. If the swarm lets its members choose, task and
+    difficulty are drawn uniformly from all of them. Otherwise all questions have difficulty 0."""
 
     def __init__(
-        self,
-        tasks: Sequence[str],
-        counters: Counters,
-        members_choose_difficulty: bool = False,
-        curriculum: bool = False,
+        self, tasks: Sequence[str], counters: Counters, members_choose_difficulty: bool = False
     ) -> None:
         self.tasks = tasks
-        self._alike = not curriculum
         self._counters = counters
-        buckets = [
-            Bucket(task, difficulty)
-            for task in tasks
+        self._choices = [
+            (task, difficulty)
+            for task in sorted(set(tasks))
             for difficulty in range(TASKS[task].levels if members_choose_difficulty else 1)
         ]
-        self._curriculum = (
-            Curriculum(buckets)
-            if curriculum
-            else Curriculum(buckets, explore=1.0)
-            if members_choose_difficulty
-            else None
-        )
+        self._chooses = members_choose_difficulty
 
     def next(self) -> tuple[int, TaskRef]:
         """Return the next number and the question that has it."""
@@ -50,35 +33,9 @@ class Questions:
         sequence = c.sequence
         c.sequence += 1
         swarm = bytes.fromhex(c.swarm)
-        if self._curriculum is None:
-            name, difficulty = choose_task(self.tasks, swarm, c.peer, sequence), 0
+        if self._chooses:
+            name, difficulty = random.Random(f"{c.swarm}/{c.peer}/{sequence}").choice(self._choices)
         else:
-            rng = random.Random(f"{c.swarm}/{c.peer}/{sequence}")
-            name, difficulty = self._curriculum.choose(rng)
+            name, difficulty = choose_task(self.tasks, swarm, c.peer, sequence), 0
         seed, index = task_seed(swarm, c.peer, sequence, name, difficulty)
         return sequence, TaskRef(name, task_version(name), seed, index, difficulty)
-
-    def signals(self) -> dict[str, float]:
-        """Return the expected share of useful groups by task and difficulty; empty without a
-        curriculum."""
-        if self._curriculum is None:
-            return {}
-        return {
-            f"{task} {difficulty}": share
-            for (task, difficulty), share in self._curriculum.expected().items()
-        }
-
-    def evidence(self) -> dict[str, float]:
-        """Return the number of own groups behind each value of `signals`; empty if questions are
-        not chosen by the curriculum."""
-        if self._curriculum is None or self._alike:
-            return {}
-        return {
-            f"{task} {difficulty}": known
-            for (task, difficulty), known in self._curriculum.evidence().items()
-        }
-
-    def answered(self, ref: TaskRef, rewards: list[float]) -> None:
-        """Report the rewards (G,) of an own group."""
-        if self._curriculum is not None:
-            self._curriculum.own(Bucket(ref.id, ref.difficulty), is_useful(rewards))

@@ -207,7 +207,6 @@ class Sampler:
         components = [
             parts if good else {} for parts, good in zip(result.components, fine, strict=False)
         ]
-        self._questions.answered(question.ref, rewards)
         made.groups.append(own_group(sample, rewards, reward_parts(components, task_weights(task))))
         first = first_version(sample, version)
         made.lags.append(version - first)

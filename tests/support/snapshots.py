@@ -144,8 +144,6 @@ def example_at(t: float) -> NodeSnapshot:
             "rg/gcd": 0.1 + 0.5 * learnt,
             "rg/lcm": 0.05 + 0.3 * learnt,
         },
-        signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
-        evidence={"rg/chain_sum 0": 9.5, "rg/chain_sum 1": 2.25},
         drops={
             "update": DropCounts(steps, {"no_signal": 2, "not_finite": 1}),
             "question": DropCounts(steps * 4, {}),

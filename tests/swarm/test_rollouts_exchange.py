@@ -191,7 +191,7 @@ async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels
         AsyncScorer() as scorer,
     ):
         counters = Counters(peer=author.peer, swarm=SWARM.hex())
-        questions = Questions(["rg/gcd"], counters, True, curriculum=True)
+        questions = Questions(["rg/gcd"], counters, True)
         hard = [
             (sequence, ref)
             for sequence, ref in (questions.next() for _ in range(24))

@@ -483,18 +483,6 @@ function weights(s) {
   byId("no-weights").hidden = w.enabled;
 }
 
-// Buckets of the curriculum, named "task difficulty", sorted by task.
-function questions(s) {
-  const { signals = {}, evidence = {} } = s.trainer.report || {};
-  const buckets = Object.entries(evidence).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
-  put(byId("questions").tBodies[0], ...buckets.map(([bucket, own]) => {
-    const cut = bucket.lastIndexOf(" ");
-    return node("tr", {}, cell("Task", node("code", {}, bucket.slice(0, cut)), ""), cell("Difficulty", bucket.slice(cut + 1)),
-      cell("Signal expected", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)));
-  }));
-  byId("questions-card").hidden = !buckets.length;
-}
-
 const SLOT_LOOKS = { active: "good", loading: "warn", failed: "bad" };
 const CREW_WORDS = { none: "In no crew", forming: "Forming", preparing: "Preparing", running: "Running" };
 const SOURCE_WORDS = { memory: "memory", checkpoint: "its own checkpoint", neighbour: "another member's checkpoint", base: "the base model",
@@ -706,7 +694,6 @@ function render(answer) {
   peers(s.peers, namesOf(s));
   reasons(s);
   swarm(s);
-  questions(s);
   weights(s);
   resources(s);
   identity(s.node);

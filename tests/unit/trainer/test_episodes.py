@@ -139,7 +139,6 @@ def sampler_of(policy, engine, scorer, drops=None, generations=4):
     questions = SimpleNamespace(
         tasks=[REF.id],
         next=iter([(n, REF) for n in range(9)]).__next__,
-        answered=lambda ref, rewards: None,
     )
     cfg = TrainingConfig(num_generations=generations, max_completion_length=6)
     return Sampler(

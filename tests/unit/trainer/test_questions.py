@@ -24,8 +24,8 @@ def levels():
     registry.install([], {"rg/gcd": {}})
 
 
-def series(chooses=True, curriculum=False, count=400):
-    questions = Questions(NAMES, Counters(peer=PEER, swarm=SWARM.hex()), chooses, curriculum)
+def series(chooses=True, count=400):
+    questions = Questions(NAMES, Counters(peer=PEER, swarm=SWARM.hex()), chooses)
     return questions, [questions.next() for _ in range(count)]
 
 
@@ -50,37 +50,15 @@ def test_choice_covers_all_tasks_and_difficulties_evenly():
 
 
 def test_number_determines_the_question():
-    assert series(curriculum=True)[1][:5] == series(curriculum=True)[1][:5]
+    assert series()[1][:5] == series()[1][:5]
 
 
-def test_own_rewards_decide_the_next_questions():
-    questions, asked = series(curriculum=True, count=40)
-    for _, ref in asked * 5:
-        questions.answered(ref, [1.0, 0.0] if ref.difficulty == 1 else [0.0, 0.0])
-    signals = questions.signals()
-    assert max(signals, key=signals.get) == "rg/gcd 1"
-    evidence = questions.evidence()
-    assert evidence.keys() == signals.keys()
-    assert evidence["rg/gcd 1"] == pytest.approx(10.0, abs=0.1), "about the last ten groups"
-    assert series()[0].evidence() == {}, "no expectations without a curriculum"
-    later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
-    assert later[1] > 140
-
-
-def test_curriculum_without_choice_selects_tasks_at_difficulty_0():
-    _, asked = series(chooses=False, curriculum=True)
-    assert {(ref.id, ref.difficulty) for _, ref in asked} == {(name, 0) for name in NAMES}
-    for sequence, ref in asked:
-        assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, ref.id)
-
-
-def test_choice_requires_difficulties_or_a_founder_curriculum():
-    assert required_protocols(["rg/lcm"], ["cosine"]) == PROTOCOLS
-    assert required_protocols(NAMES, []) == CHOICE_PROTOCOLS
-    assert required_protocols(["rg/lcm"], ["curriculum"]) == CHOICE_PROTOCOLS
-    assert not members_choose_difficulty(None, ["rg/lcm"], [])
-    assert members_choose_difficulty(None, NAMES, [])
+def test_choice_requires_difficulties():
+    assert required_protocols(["rg/lcm"]) == PROTOCOLS
+    assert required_protocols(NAMES) == CHOICE_PROTOCOLS
+    assert not members_choose_difficulty(None, ["rg/lcm"])
+    assert members_choose_difficulty(None, NAMES)
     assert founded().manifest.protocols == sorted(PROTOCOLS)
     chosen = founded(config=Config.model_validate({"task": {"names": NAMES}}))
     assert chosen.manifest.protocols == sorted(CHOICE_PROTOCOLS)
-    assert members_choose_difficulty(chosen, ["rg/lcm"], [])  # its manifest decides
+    assert members_choose_difficulty(chosen, ["rg/lcm"])  # its manifest decides
