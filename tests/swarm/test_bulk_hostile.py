@@ -7,10 +7,10 @@ import pytest
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
-from swarmnode.p2p.bulk import BulkSource, MemorySink, serving
+from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.stream_calls import LENGTH, frame, read_frame
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkRequest, BulkResponse
+from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkResponse
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -174,30 +174,3 @@ async def test_resumes_a_broken_transfer_from_another_peer(tmp_path):
 
 
 # -- flooding peers
-
-
-async def test_greedy_peer_leaves_slots_for_other_peers(tmp_path):
-    async with hosts(tmp_path, 3) as (server, greedy, client):
-        source, sink = honest(server, 16, MIB)
-        await until(lambda: server.peer_id in client.connected())
-        most = 0
-        async with trio.open_nursery() as nursery:
-            for _ in range(100):
-                nursery.start_soon(
-                    _grab, greedy, server, framed(BulkRequest(TRANSFER, source.root, b"\xff\xff"))
-                )
-            await until(lambda: server.bulk.statistics().serving == serving.UPLOADS_PER_PEER)
-            await fetch(client, server, sink)
-            most = max(most, server.bulk.statistics().serving)
-            assert sink.complete
-            nursery.cancel_scope.cancel()
-        assert most <= serving.UPLOADS_PER_PEER + 1
-        assert server.bulk.statistics().served["busy"] >= 90
-
-
-async def _grab(greedy, server, request: bytes) -> None:
-    """Send a request and read nothing."""
-    with contextlib.suppress(PeerError):
-        stream = await greedy.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
-        await stream.write(request)
-        await trio.sleep_forever()

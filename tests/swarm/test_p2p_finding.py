@@ -1,14 +1,11 @@
 """Real hosts find each other, also after outages: neighbours, address book."""
 
-from functools import partial
-
 import pytest
 import trio
 
-from swarmnode.errors import PeerError
 from swarmnode.p2p import turnover
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, PeerAddresses, Summary
+from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, PeerAddresses
 from tests.support.hosts import echo, host, hosts
 from tests.support.waiting import until
 
@@ -147,37 +144,3 @@ async def test_accepts_a_claimed_port_but_no_foreign_address(tmp_path):
             "/ip4/127.0.0.1/tcp/7001",
             "/ip4/127.0.0.1/tcp/7002",
         ]
-
-
-async def test_garbage_is_rejected_and_later_requests_work(tmp_path):
-    async with hosts(tmp_path, 2) as (a, b):
-        for garbage in (b"", b"\xc1" * 400, b"\xdf\xff\xff\xff\xff", bytes(100_000)):
-            with pytest.raises(PeerError), trio.fail_after(60):
-                await b.requests.request(
-                    a.peer_id,
-                    ids.NEIGHBOURS_PROTOCOL,
-                    garbage,
-                    deadline=5,
-                    max_response_bytes=2**16,
-                )
-        assert a.statistics().requests.served[ids.NEIGHBOURS_PROTOCOL]["malformed"] == 4
-        assert (await ask(b, a, NeighboursRequest(bytes(32), [], b"", b"", 0))).swarm == bytes(32)
-        assert a.connected() == [b.peer_id]
-
-
-async def test_summaries_pass_through_a_node_without_one(tmp_path):
-    async with hosts(tmp_path, 3) as (middle, first, last):
-        for network, name in ((first, "a"), (last, "c")):
-            network.neighbours.own_summary = partial(own_summary, network, name)
-        await until(lambda: all(len(each.connected()) == 2 for each in (first, middle, last)))
-        # `last` never asks `first`, so its summary reaches `first` through `middle`.
-        await last.neighbours.ask(middle.peer_id)
-        await first.neighbours.ask(middle.peer_id)
-        claims = [(claim.peer, claim.name) for claim in first.neighbours.statistics().rows]
-        assert claims == [(last.peer_id, "c")]
-        shown = {claim.name: claim.direct for claim in middle.neighbours.statistics().rows}
-        assert shown == {"a": True, "c": True}
-
-
-def own_summary(network, name, created_at):
-    return Summary(name, "0.1.0", created_at, 60, 5, 5, 0.5, 5, 9, len(network.connected()))

@@ -347,21 +347,6 @@ def test_member_with_work_and_without_progress_is_struck():
     assert node.state.crew is None
 
 
-def test_stage_that_does_not_get_ready_is_struck():
-    node = Node(copy(1), layers=3)
-    node.answer("a", ProposeRequest(record("a", "b", "c")))
-    node.receive_heartbeats("a", "c", status=MemberStatus("loading", 40))
-    node.handle(StageStatus(node.state.crew.id, 1, "active", 40))
-    for progress in range(2 * int(SETTINGS.step_seconds) + 2):
-        if node.state.crew is None:
-            break
-        node.receive_heartbeats("a", status=MemberStatus("active", 40))
-        node.receive_heartbeats("c", status=MemberStatus("loading", 40, progress))
-        node.wait(0.5)
-    assert node.state.crew is None, "progress does not extend the restoration without bound"
-    assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, 1)
-
-
 def test_refused_heartbeat_ends_the_crew_after_joining():
     node = running()
     crew = node.state.crew.id

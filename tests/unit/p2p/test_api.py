@@ -67,43 +67,12 @@ async def test_last_received_is_the_time_of_the_last_bytes(pair):
         assert one.last_received("12D3KooWNobody") is None
 
 
-async def test_connected_networks_list_each_other(pair):
-    async with pair as (one, other):
-        with trio.fail_after(60):
-            await wait_connected(one)
-            await wait_connected(other)
-        assert one.connected() == [other.peer_id]
-        assert other.connected() == [one.peer_id]
-
-
-async def test_closed_connection_is_a_change(pair):
-    async with pair as (one, other):
-        with trio.fail_after(60):
-            await wait_connected(other)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(other.changed)
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                one.disconnect(other.peer_id)
-
-
 async def test_dial_without_listener_raises_peer_error(pair):
     async with pair as (one, _):
         with pytest.raises(PeerError):
             await one.dial(
                 "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", "/ip4/127.0.0.1/tcp/1"
             )
-
-
-async def test_a_request_is_answered(pair):
-    async with pair as (one, other):
-        other.requests.serve(PROTOCOL, echo, **LIMITS)
-        assert await ask(one, other.peer_id, b"hello") == b"hello"
-        assert (
-            await one.requests.request(
-                other.peer_id, PROTOCOL, b"", deadline=5, max_response_bytes=0, urgent=True
-            )
-            == b""
-        )
 
 
 async def test_every_request_failure_is_a_peer_error(pair):

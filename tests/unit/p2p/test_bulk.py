@@ -32,24 +32,6 @@ async def fetch(client, server, sink: MemorySink, deadline: float = 20.0) -> Non
     await client.bulk.fetch(server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline)
 
 
-@pytest.mark.parametrize(
-    ("size", "chunk_bytes"),
-    [(1, 4 * KIB), (4 * KIB, 4 * KIB), (50 * KIB + 1, 4 * KIB), (2 * MIB + 7, MIB)],
-)
-async def test_offered_bytes_arrive_unchanged(tmp_path, size, chunk_bytes):
-    async with hosts(tmp_path, 2) as (server, client):
-        source, _ = offer(server, size, chunk_bytes)
-        manifest = await client.bulk.manifest(server.peer_id, TRANSFER, root=source.root)
-        sink = MemorySink(manifest, limit=size)
-        await fetch(client, server, sink)
-        assert same(source, sink)
-        await until(lambda: server.bulk.statistics().serving == 0)
-        assert client.bulk.statistics().fetched == server.bulk.statistics().served == {"ok": 1}
-        assert (
-            client.bulk.statistics().received_bytes == server.bulk.statistics().sent_bytes == size
-        )
-
-
 async def test_only_missing_chunks_are_sent(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 64 * KIB)

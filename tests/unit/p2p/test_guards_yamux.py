@@ -142,7 +142,7 @@ async def test_open_streams_per_peer_are_bounded():
                 for _ in range(1500):
                     await peer.syn()
             most = 0
-            with trio.move_on_after(60):
+            with trio.move_on_after(240):
                 while not peer.lost.is_set() and most < 1000:
                     most = max(most, (await host.ask("stat"))["streams"])
             return most
@@ -198,28 +198,6 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
         assert answer != {"intact": True}, (
             "upstream fixed this: remove guards write_frame and _install_shields"
         )
-
-
-@pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_cancelled_write_leaves_a_usable_connection(client, works):
-    with processes(client(), guarded()) as (node, server):
-        to = {"address": server.address, "peer": server.peer}
-        await node.ask("keep", protocol="hold", **to)
-        os.kill(server.pid, signal.SIGSTOP)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: node.ask("write_kept", size=40 * MB, cancel_after=0.5))
-            await trio.sleep(2)
-            os.kill(server.pid, signal.SIGCONT)
-        try:
-            answer = await node.ask("cancel_reads", seconds=60 if works else 6, size=100_000, **to)
-        except trio.TooSlowError:
-            answer = {"error": "hangs"}
-        if works:
-            assert answer == {"intact": True}
-        else:
-            assert answer != {"intact": True}, (
-                "upstream fixed this: remove guard write_frame (cancelled while blocked)"
-            )
 
 
 async def test_non_reading_peer_loses_its_connection():

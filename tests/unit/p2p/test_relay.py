@@ -45,61 +45,6 @@ async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None
     await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
-async def test_large_request_crosses_a_relay(tmp_path):
-    async with relayed(tmp_path) as (relay, a, b):
-        await call(a, b, relay)
-
-        async def echo(peer, data):
-            return data
-
-        data = bytes(range(256)) * 4096
-        for one, other in ((a, b), (b, a)):
-            other.requests.serve(NAME, echo, max_request_bytes=2**20, max_response_bytes=2**20)
-            assert (
-                await one.requests.request(
-                    other.peer_id, NAME, data, deadline=20.0, max_response_bytes=2**20
-                )
-                == data
-            )
-        assert relay.statistics().nat.relay.bytes > 4 * 2**20
-        assert a.statistics().nat.relayed == b.statistics().nat.relayed == 1
-        assert a.observed(b.peer_id) is None
-
-
-async def test_relayed_connections_are_kept(tmp_path):
-    async with relayed(tmp_path) as (relay, a, b):
-        spare = lambda network, peer: next(
-            e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id
-        )
-        ends = [(relay, a), (relay, b), (a, relay), (b, relay)]
-        await until(lambda: all(spare(*each) for each in ends))
-        await call(a, b, relay)
-        assert not any(spare(*each) for each in ends)
-
-
-async def test_members_discover_each_other_through_a_relay(tmp_path):
-    swarm = bytes([3]) * 32
-    async with host(tmp_path / "relay", swarm=swarm, relay="server") as relay:
-        known = {
-            "swarm": swarm,
-            "initial_peers": relay.listen_addrs,
-            "relay": "client",
-            "hole_punching": False,
-        }
-        async with host(tmp_path / "a", **known) as a:
-            await until(lambda: relay.statistics().nat.relay.reservations == 1)
-            # as if every router blocked inbound connections
-            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat.client.addresses()]
-            async with host(tmp_path / "b", **known) as b:
-                await until(
-                    lambda: (
-                        b.peers.get(a.peer_id) is not None
-                        and str(place(relay)) in b.peers.get(a.peer_id).addresses
-                    )
-                )
-                await until(lambda: a.peer_id in b.connected())
-
-
 async def test_peer_without_reservation_cannot_be_called(tmp_path):
     async with (
         host(tmp_path / "relay", relay="server") as relay,

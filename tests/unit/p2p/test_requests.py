@@ -1,12 +1,10 @@
 """Requests between two real hosts on loopback."""
 
-import logging
-
 import pytest
 import trio
 from libp2p.peer.id import ID
 
-from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import requests
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until, wait_connected
@@ -47,42 +45,6 @@ async def test_response_is_whole_and_streams_are_closed(tmp_path):
         await until(lambda: streams(client, server.peer_id) == streams(server, client.peer_id) == 0)
 
 
-async def test_silent_peer_costs_only_the_deadline(tmp_path):
-    async def never(peer: str, data: bytes) -> bytes:
-        return await trio.sleep_forever()
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, never, **LIMITS, deadline=0.5)
-        start = trio.current_time()
-        with pytest.raises(PeerTimeout):
-            await ask(client, server, deadline=0.3)
-        assert 0.3 <= trio.current_time() - start < 2.0
-        await until(
-            lambda: (
-                client.requests.statistics().in_flight == server.requests.statistics().serving == 0
-            )
-        )
-        server.requests.serve(ECHO, echo, **LIMITS)
-        assert await ask(client, server) == b"x"  # the connection is as good as before
-        assert streams(client, server.peer_id) <= 1
-
-
-async def test_expired_deadline_is_a_timeout(tmp_path):
-    """Regression: a slot may become free at the moment of the deadline."""
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, echo, **LIMITS)
-        for urgent in (True, False):
-            with pytest.raises(PeerTimeout):
-                await client.requests.request(
-                    server.peer_id,
-                    ECHO,
-                    b"late",
-                    deadline=0.0,
-                    max_response_bytes=100,
-                    urgent=urgent,
-                )
-
-
 async def test_cancelled_request_keeps_the_connection(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         # on a busy machine none of those cancelled may be over
@@ -96,27 +58,6 @@ async def test_cancelled_request_keeps_the_connection(tmp_path):
         assert client.peers.statistics().dials == 1  # never reconnected
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")],
-)
-async def test_handler_exception_fails_one_request(tmp_path, caplog, error, outcome):
-    async def handler(peer: str, data: bytes) -> bytes:
-        if data == b"bad":
-            raise error
-        return await echo(peer, data)
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, handler, **LIMITS)
-        with pytest.raises(PeerError):
-            await ask(client, server, b"bad")
-        assert await ask(client, server) == b"x"
-        await until(lambda: server.requests.statistics().served[ECHO] == {outcome: 1, "ok": 1})
-        assert any(record.levelno == logging.ERROR for record in caplog.records) is (
-            outcome == "error"
-        )
-
-
 async def test_silent_streams_do_not_block_other_peers(tmp_path):
     async with hosts(tmp_path, 6) as (server, *silent, client):
         server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
@@ -126,26 +67,6 @@ async def test_silent_streams_do_not_block_other_peers(tmp_path):
             await until(lambda each=each: streams(server, each.peer_id) == 2)
         assert await ask(client, server) == b"x"
         await until(lambda: server.requests.statistics().serving == 0)
-
-
-async def test_requests_to_one_peer_wait_their_turn(tmp_path):
-    most = now = 0
-
-    async def counting(peer: str, data: bytes) -> bytes:
-        nonlocal most, now
-        now += 1
-        most = max(most, now)
-        await trio.sleep(0.01)
-        now -= 1
-        return data
-
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, counting, **LIMITS, concurrent=1000, per_peer=1000)
-        async with trio.open_nursery() as nursery:
-            for _ in range(30):
-                nursery.start_soon(ask, client, server)
-        assert 1 < most <= requests.OUTBOUND_PER_PEER
-        assert client.requests.statistics().requests[ECHO] == {"ok": 30}
 
 
 async def test_urgent_request_skips_the_slots(tmp_path):

@@ -1,12 +1,11 @@
 """The loss: means, weights, the penalty, and sums over micro-batches."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
 
-from swarmnode.rl.objectives import LossType, Objective, policy_loss
+from swarmnode.rl.objectives import Objective, policy_loss
 
 
 def a_batch(rows=6, length=5, seed=0):
@@ -59,36 +58,6 @@ def test_weights_scale_a_sequence_but_not_its_kl():
     silent = loss_of(logprobs, torch.zeros(6), mask, **penalty)
     assert unweighted.loss.item() == pytest.approx(silent.loss.item())
     assert silent.loss.item() != 0
-
-
-@pytest.mark.parametrize("loss_type", get_args(LossType))
-@pytest.mark.parametrize("cuts", [[6], [2, 4], [1, 3, 2]])
-def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
-    logprobs, advantages, mask, reference = a_batch()
-    weights = torch.linspace(0.8, 1.0, 6).unsqueeze(1)
-    settings = dict(loss_type=loss_type, beta=0.1, max_completion_length=7)
-    whole = loss_of(logprobs, advantages, mask, ref_logprobs=reference, weights=weights, **settings)
-    (expected,) = torch.autograd.grad(whole.loss, logprobs)
-
-    objective = Objective(**settings)
-    normalizer = objective.normalizer(mask.sum(1).tolist())
-    start = total = 0
-    for size in cuts:
-        rows = slice(start, start + size)
-        part = policy_loss(
-            logprobs[rows],
-            advantages[rows],
-            mask[rows],
-            objective,
-            normalizer,
-            ref_logprobs=reference[rows],
-            weights=weights[rows],
-        )
-        part.loss.backward()
-        total += part.loss.item()
-        start += size
-    assert total == pytest.approx(whole.loss.item(), abs=1e-6)
-    assert torch.allclose(logprobs.grad, expected, atol=1e-7)
 
 
 def test_token_mean_weighs_long_completions_more():

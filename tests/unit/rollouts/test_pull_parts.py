@@ -267,6 +267,19 @@ def test_false_claims_do_not_replace_other_claims():
     assert asked.count(("ha", listed(1, author="a"))) == pytest.approx(150, abs=30)
 
 
+def test_fetched_group_stays_on_offer_elsewhere():
+    same = [listed(1, author="a")]
+    world = offering({"h": same, "other": same})
+    (pull,) = choose(world, 1)
+    assert choose(world, 1) == [], "it is under way"
+    world.puller.failed(pull, world.now)
+    (again,) = choose(world, 1)
+    assert {pull.holder, again.holder} == {"h", "other"}
+    world.give(again)
+    assert choose(world, 1) == []
+    assert world.puller.offered == 0, "forgotten once it is here"
+
+
 # -- unproven holders
 
 
@@ -523,6 +536,21 @@ def test_eight_peers_are_polled_each_once_a_second():
     assert len(world.polls()) == puller.MOST_POLLED
 
 
+def test_plenty_on_offer_stops_further_polls():
+    world = World([str(n) for n in range(8)])
+    world.prove(*world.peers)
+    world.now += 1.0
+    world.puller.drew(2, 0, 0, world.now)
+    polled = world.polls()
+    world.list(polled[0], *(listed(n, chr(97 + n)) for n in range(14)))
+    for peer in polled[1:]:
+        world.list(peer)
+    world.now += puller.PLENTY_POLL_SECONDS - 0.1
+    assert world.polls() == []
+    world.now += 0.1
+    assert len(world.polls()) == 1
+
+
 def test_proven_holders_are_polled_most():
     world, chosen = World([str(n) for n in range(40)]), 0
     world.prove("7")
@@ -581,6 +609,43 @@ def test_a_busy_holder_keeps_its_offers_and_rests():
     assert [group.content for (pull) in world.fetches() for group in pull.groups] == [
         listed(1).content
     ]
+
+
+def test_failed_fetch_retries_other_holders_first():
+    world = World(["h", "other"])
+    world.polls()
+    world.list("h", listed(1))
+    (pull,) = world.fetches()
+    world.list("other", listed(1), listed(2, "b"))
+    (meanwhile,) = world.fetches()
+    assert [group.content for group in meanwhile.groups] == [listed(2, "b").content]
+    world.give(meanwhile)
+    world.puller.failed(pull, world.now)
+    (again,) = world.fetches()
+    assert (again.holder, again.groups) == ("other", pull.groups)
+    world.puller.failed(again, world.now)
+    world.now += puller.FAILED_SECONDS - 0.1
+    assert world.fetches() == []
+    assert world.polls() == []
+    world.now += 0.1
+    assert world.fetches()[0].groups == pull.groups
+
+
+def test_unhurried_node_waits_for_its_polls_once():
+    world = World(["filler", "silent"])
+    world.puller.polled("silent", None, 0.0, NOW)
+    world.fill()
+    world.now += 70.0
+    assert set(world.polls()) == {"filler", "silent"}
+    world.list("filler", *(listed(500 + n, chr(97 + n)) for n in range(4)))
+    assert world.fetches() == []
+    world.now += 1.0
+    assert world.polls() == ["filler"], "polled again, since it answered at once"
+    world.list("filler")
+    assert world.fetches() == []
+    world.now += 1.0
+    assert world.polls() == ["filler"]
+    assert len(world.fetches()) == 1
 
 
 def test_few_fetches_are_under_way_at_a_time():

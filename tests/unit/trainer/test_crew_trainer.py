@@ -10,10 +10,10 @@ import pytest
 import torch
 import trio
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import DeviceError, Refused, Unavailable
+from swarmnode.errors import DeviceError, Refused
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
@@ -29,14 +29,12 @@ from swarmnode.stages.trainer.crew_trainer import CrewTrainer, make_trainer
 from swarmnode.stages.trainer.head import Head
 from swarmnode.stages.trainer.policy_copy import MAX_AGE
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.export import find_copies
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
 from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 from tests.support.crew_network import crew_network
-from tests.support.exporting import export
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -243,32 +241,6 @@ async def test_new_member_restarts_the_speed_measurement(tmp_path, model, monkey
             other.setattr(runner, "members", lambda: (members[0], "somebody else"))
             assert engine.statistics().micro_batch_tokens == 30
         assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
-
-
-def trained_copies(directory):
-    """Return True if every stage has a copy after at least one step."""
-    found = find_copies(directory)
-    return found is not None and not found.missing and all(found.steps.values())
-
-
-async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
-    configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1})
-    keeper = 1
-    configs[keeper] = config(
-        tmp_path / f"node{keeper}", model, stages={"checkpoint_every": 1, "policy_copy": "disk"}
-    )
-    async with crew(tmp_path, configs, [1, 1, 1, 1]):
-        await until(lambda: trained_copies(tmp_path / f"node{keeper}" / "trainer"), seconds=60)
-    told = export(configs[keeper], tmp_path / "out", merge=False)
-    assert len(told.stages) == 4
-    assert min(told.stages) >= 1
-    learnt = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    assert learnt.keys() == before.keys()
-    moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
-    assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
-    with pytest.raises(Unavailable, match="no checkpoint of"):
-        export(configs[0], tmp_path / "other", merge=False)
 
 
 def as_received(published, policy):

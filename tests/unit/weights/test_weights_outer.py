@@ -116,6 +116,28 @@ def test_disagreement_contracts_at_the_derived_rate(alpha, beta):
     assert measured == pytest.approx(contraction(alpha, beta, share=64 / (2 * 63)), rel=0.03)
 
 
+def test_unshared_tensor_keeps_its_momentum():
+    mine = replica(1)
+    state = OuterState(mine)
+    outer_step(state, blend(host_copy(mine), replica(2)))
+    state.merge_parameters(mine, host_copy(mine))
+    momentum, phi = state.delta["b.weight"], dict(state.phi)
+    assert bool(momentum.any())
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    theta = host_copy(mine)
+    mean = {"a.weight": blend(theta, replica(3))["a.weight"]}
+    assert state.take(prepare(state.rule, state.slow(list(mine)), mean, theta))
+    assert torch.equal(state.phi["b.weight"], theta["b.weight"])
+    assert state.delta["b.weight"] is momentum
+    expected = 0.7 * (mean["a.weight"] - phi["a.weight"]) + 0.5 * (
+        phi["a.weight"] - replica(1)["a.weight"]
+    )
+    torch.testing.assert_close(state.delta["a.weight"], expected, rtol=0, atol=1e-5)
+    state.merge_parameters(mine, theta)
+    assert torch.equal(mine["b.weight"], theta["b.weight"])
+    assert torch.equal(mine["a.weight"], state.phi["a.weight"])
+
+
 def test_steps_taken_while_the_bytes_travelled_are_kept():
     mine = replica(1)
     state = OuterState(mine)
@@ -195,6 +217,18 @@ def test_bfloat16_weights_have_float32_slow_weights():
         state.merge_parameters(mine, host_copy(mine))
     assert mine["a"].dtype == torch.bfloat16
     assert bool(((state.phi["a"] - start["a"]).abs() > 2e-3).all())
+
+
+def test_a_restart_goes_on_with_the_same_momentum():
+    mine = replica(1)
+    state = OuterState(mine)
+    outer_step(state, blend(host_copy(mine), replica(2)))
+    saved = {n: t.clone() for n, t in state.tensors().items()}
+    other = OuterState(replica(1))
+    other.load(saved)
+    assert all(torch.equal(t, saved[n]) for n, t in other.tensors().items())
+    with pytest.raises(StateError, match="another policy"):
+        other.load({**saved, "phi.a.weight": torch.zeros(3)})
 
 
 def test_adopt_takes_all_or_nothing():

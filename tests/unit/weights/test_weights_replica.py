@@ -281,6 +281,27 @@ def test_outer_step_is_solo_without_a_network_process(made):
     assert a.counters.outer_clocks == [1, 0]
 
 
+def test_lagging_partner_changes_nothing(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.exchange(partner)
+    assert a.between()
+    a.step(seed=3)
+    a.counters.outer_clocks = [100, 100]
+    before, version = a.weights(), a.counters.policy_version
+    momentum = {n: t for n, t in a.replica.tensors().items() if n.startswith("delta.")}
+    assert any(bool(t.any()) for t in momentum.values())
+    a.fetched(partner, b"z" * 16, peer="late")
+    for _ in range(2):
+        assert not a.between()
+    assert a.said[-1].outcome == "lagging"
+    assert a.counters.outer_clocks == [101, 100]
+    assert a.counters.policy_version == version
+    assert identical(a.weights(), before)
+    assert all(torch.equal(a.phi()[n], before[n]) for n in a.tensors.names(0))
+    assert all(torch.equal(a.replica.tensors()[n], t) for n, t in momentum.items())
+
+
 def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):
     a, b, partner = made("a"), made("b"), made("c")
     partner.step(seed=2)
