@@ -281,6 +281,27 @@ def test_outer_step_is_solo_without_a_network_process(made):
     assert a.counters.outer_clocks == [1, 0]
 
 
+def test_lone_node_trains_as_without_averaging(made):
+    a, off = made("a"), made("b")
+    version = a.counters.policy_version
+    for seed in range(20):
+        for each in (a, off):
+            each.step(seed=seed)
+        assert not a.replica.between_steps(False, 0.1)
+        for each in (a, off):  # trains on while the worker copies
+            each.step(seed=100 + seed)
+        a.settle()
+        assert not a.replica.between_steps(False, 0.1, stepped=False)
+        assert identical(a.weights(), off.weights())
+    assert a.counters.outer_clocks == [10, 10]
+    assert a.counters.solo_steps_total == 20
+    assert a.counters.policy_version == version
+    assert not any(bool(t.any()) for n, t in a.replica.tensors().items() if n.startswith("delta."))
+    for fragment in (0, 1):
+        a.solo(fragment)
+    assert identical(a.phi(), a.weights())
+
+
 def test_lagging_partner_changes_nothing(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
