@@ -10,6 +10,9 @@ sampled for training. CPU seconds are those of a node's own steps, without evalu
 the scorer's process. A cell ends when the held-out reward, the mean of two successive evaluations,
 has reached 0.8.
 
+Peak memory is the largest of the process since its start, so compare arms that ran alone in theirs
+(`--arms alone`; TRL always does).
+
 Each cell, one arm with one seed and task, appends a row to the file of `--rows`; finished cells are
 not repeated. `--table` prints the file, and `--plot FILE` draws held-out reward by number of nodes.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import tempfile
 import time
@@ -61,6 +65,8 @@ from swarmnode.tasks.client import Scorer
 ROWS = Path(__file__).parent / "results" / "real.jsonl"
 SOCKETS = "2 nodes over sockets"
 """Arm of two whole nodes, each with its own processes, at the settings of the arm `2 nodes`."""
+TRL = "TRL"
+"""Arm of TRL's GRPOTrainer with the settings of the arm `alone`, in a process of its own."""
 NODE_MINUTES = 60
 """Longest run of whole nodes."""
 
@@ -75,6 +81,7 @@ ARMS: dict[str, Arm] = {
     "4 nodes, half own": Arm(4, own_groups=2),
     "adapter beside all weights": Arm(others=(Member(rank=0),)),
     "r = 16 beside r = 4": Arm(others=(Member(rank=4),)),
+    TRL: Arm(),
     "another system prompt": Arm(others=(Member(system="Answer with the result only."),)),
 }
 BY_NODES = ("alone", "2 nodes", "4 nodes", "8 nodes")
@@ -251,6 +258,7 @@ def show(rows: Sequence[Row]) -> str:
         "own tokens per step": mean(lambda r: total(r, "tokens") / taken(r), 0),
         "CPU s per step": mean(lambda r: sum(total(r, part) for part in PARTS) / taken(r)),
         **{f"{part}, %": mean(lambda r, p=part: 100 * share(r, p), 0) for part in PARTS},
+        "peak GB": mean(lambda row: row.get("peak_gb", math.nan), 1),
     }
     return "\n\n".join([columns(arms, speed), columns(arms, cost), whole]).strip()
 
@@ -329,13 +337,16 @@ def main() -> None:
             with Scorer(deadline=300.0) as scorer:
                 for seed, arm in left:
                     with tempfile.TemporaryDirectory(dir=folder) as directory:
-                        row = (
-                            run_sockets(seed, size, Path(directory))
-                            if arm == SOCKETS
-                            else Cell(
-                                arm, ARMS[arm], seed, size, scorer, bases, starts, Path(directory)
-                            ).run()
-                        )
+                        home = Path(directory)
+                        if arm == SOCKETS:
+                            row = run_sockets(seed, size, home)
+                        elif arm == TRL:
+                            from benchmarks.lib.trl_cell import run_trl  # loads slowly
+
+                            row = run_trl(arm, seed, size, home)
+                        else:
+                            arguments = arm, ARMS[arm], seed, size, scorer, bases, starts, home
+                            row = Cell(*arguments).run()
                     append_row(args.rows, {**row, "size": key})
         rows = read_rows(args.rows, [key])
     print(heading("real: what sharing and averaging gain with a real model"))

@@ -4,6 +4,7 @@ turns in one process (benchmarks/lib/turns.py)."""
 from __future__ import annotations
 
 import itertools
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ AVERAGE_EVERY = 5
 TEMPERATURE = 1.0
 ADAPTER_RATE_FACTOR = 20
 """Learning rate of an adapter with alpha 32 ÷ that of all weights."""
+KIB = 1024
 Settings = dict[str, dict[str, Any]]
 Row = dict[str, Any]
 
@@ -178,21 +180,31 @@ class Cell:
 
     def run(self) -> dict[str, Any]:
         """Train, and return the row of this cell."""
-        started, size = time.process_time(), self.size
+        started = time.process_time()
         self.evaluate_start()
-        for step in range(1, size.steps + 1):
+        self.train()
+        self.evaluate(self.size.last_questions)
+        return rounded({**self.row(), "cpu_seconds": round(time.process_time() - started)})
+
+    def train(self) -> None:
+        """Take the steps of all nodes."""
+        for step in range(1, self.size.steps + 1):
             for node, record in zip(self.swarm.nodes, self.steps, strict=True):
                 record.append(node.turn())
             if self.arm.averages and step % AVERAGE_EVERY == 0:
                 self.swarm.average(step)
-            reward = fmean(record[-1]["reward"] for record in self.steps)
-            note(f"{self.name}, seed {self.seed}: step {step}, own reward {reward:.2f}")
-            if step % size.eval_every == 0 and step < size.steps:
-                self.evaluate(size.questions)
-                if self.stops_at_goal and until_goal(self.row(), "step") is not None:
-                    break
-        self.evaluate(size.last_questions)
-        return rounded({**self.row(), "cpu_seconds": round(time.process_time() - started)})
+            if self.after_step():
+                break
+
+    def after_step(self) -> bool:
+        """Evaluate if it is time to. Return True if the goal is reached."""
+        step, size = len(self.steps[0]), self.size
+        reward = fmean(record[-1]["reward"] for record in self.steps)
+        note(f"{self.name}, seed {self.seed}: step {step}, own reward {reward:.2f}")
+        if step % size.eval_every == 0 and step < size.steps:
+            self.evaluate(size.questions)
+            return self.stops_at_goal and until_goal(self.row(), "step") is not None
+        return False
 
     def evaluate_start(self) -> None:
         """Measure the untrained nodes, or reuse the measurement of an earlier cell."""
@@ -212,6 +224,7 @@ class Cell:
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "held_out": self.held_out,
+            "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / 1e9,
             "exchanges": dict(self.swarm.exchanges),
             "nodes": [
                 {**asdict(member), "judged": dict(node.judged), **series(record)}
