@@ -13,13 +13,14 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, completion, swarm_of
 from swarmnode.rollouts import groups
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.network.admission import SCORER_ACTIONS, CandidateQueue
-from swarmnode.wire import limits
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn
 from tests.support.authors import Author, episode, forged_episodes
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.groups import external_group
-from tests.support.pulling import Holder, PullSwarm, clock, rewards_of
+from tests.support.pulling import SWARM, Holder, PullSwarm, clock, rewards_of
 
 CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cs"])
 
@@ -115,6 +116,37 @@ async def test_a_cut_action_is_not_given_to_the_environment(swarm, autojump_cloc
     (group,) = swarm.draw(1, 2)
     assert group.rewards == [0.0, 1.0]
     assert [len(texts) for texts in group.observations] == [1, 1]
+
+
+FORGED = list(
+    forged_episodes(Author(SWARM).group(0, 0.0, episodes=[["1", "2"], ["3"]], texts=None))
+)
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_a_forged_episode_is_refused_for_its_reason(swarm, name, autojump_clock):
+    liar = Author(swarm.authors[0].swarm, 78, swarm.authors[0].tasks)
+    holder = Holder(swarm.medium, author=liar)
+    forged, reason = forged_episodes(await honest_group(liar))[name]
+    frame = liar.sign(msgspec.msgpack.encode(forged))
+    listed = await holder.line(liar.frame(await honest_group(liar, 1)), rewards=[0.0, 1.0])
+    holder.put(await claim(holder, listed, frame), frame)
+    await settle()
+    assert swarm.outcomes(0).pop(reason) == 1
+    assert swarm.admitted_of(0, liar) == 0
+    assert swarm.draw(0) == []
+    blamed = swarm.networks[0].score(liar.peer) < 0
+    assert blamed == (REASONS[reason] is Verdict.REJECT)
+    await holder.add_frame(liar.frame(await honest_group(liar, 2)))
+    await settle()
+    assert swarm.admitted_of(0, liar) == 1  # it is one group that was lost
+
+
+async def claim(holder, listed, frame):
+    """A true entry of a listing for a frame that cannot be decoded."""
+    return msgspec.structs.replace(
+        listed, content=envelope.content_id(frame), size=len(frame), created_at=int(clock() * 1000)
+    )
 
 
 async def test_rewards_and_observations_are_those_of_the_replay(swarm, autojump_clock):
