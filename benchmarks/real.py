@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import tempfile
 import time
@@ -258,7 +257,8 @@ def show(rows: Sequence[Row]) -> str:
         "own tokens per step": mean(lambda r: total(r, "tokens") / taken(r), 0),
         "CPU s per step": mean(lambda r: sum(total(r, part) for part in PARTS) / taken(r)),
         **{f"{part}, %": mean(lambda r, p=part: 100 * share(r, p), 0) for part in PARTS},
-        "peak GB": mean(lambda row: row.get("peak_gb", math.nan), 1),
+        # rows of an earlier version have none
+        "peak GB": lambda arm: spread([row["peak_gb"] for row in of(arm) if "peak_gb" in row], 1),
     }
     return "\n\n".join([columns(arms, speed), columns(arms, cost), whole]).strip()
 
