@@ -494,9 +494,9 @@ class StagesConfig(Section):
     export`. `memory`: in int8; the head of a crew samples from it, which is much faster than
     sending each token through all stages. `both`, `off`."""
     trust: list[str] = []
-    """Peers that this node knows, besides the members of a private swarm or of a signed list: peer
-    ids, or `anyone`. Only known peers may be in a crew with this node or give it its first
-    weights; by default, only they average weights with it."""
+    """Peers that this node knows, in addition to the members of a private swarm or of a signed
+    list: peer ids, or `anyone`. Only known peers may be in a crew with this node or give it its
+    first weights; by default, only they average weights with it."""
 
 
 def _check_metrics(text: str) -> str:

@@ -56,7 +56,7 @@ class SupervisorStatistics(msgspec.Struct, frozen=True):
     down: dict[str, str] = {}
     """Reason why a process is down, from its end until its successor has loaded, by process."""
     loading: dict[str, str] = {}
-    """What a process that loads is doing, by process."""
+    """Current activity of each process that is still loading, by process."""
 
 
 class DiskStatistics(msgspec.Struct, frozen=True):

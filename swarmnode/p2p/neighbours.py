@@ -8,9 +8,9 @@ their swarm.
     summaries ─▶ summaries.py    successor ─▶ daemon/member.py
 
 A peer gets a request right after it connects, and several in its first minute, because a copied
-data directory is often started together with the original. Afterwards a few peers are asked per
-round, longest unasked first. A few are also asked when own addresses change, because a request
-carries them.
+data directory is often started together with the original. Afterwards each round sends requests to
+a few peers, first to those whose last request is oldest. A change of own addresses also starts a
+round, because a request carries them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ROUND_SECONDS = 30.0
 """Minimum interval between rounds; jitter adds up to half of it."""
 PEERS_PER_ROUND = 4
 ROUND_SHARE = 8
-"""A round asks PEERS_PER_ROUND peers, or 1/ROUND_SHARE of the connected ones if that is more, so
-that every peer is asked in five minutes."""
+"""A round sends requests to PEERS_PER_ROUND peers, or to 1/ROUND_SHARE of the connected ones if
+that is more, so that each peer gets one within five minutes."""
 NEW_PEER_SECONDS = 60.0
-"""Time during which a new peer is asked every NEW_PEER_INTERVAL_SECONDS."""
+"""For this time a new peer gets a request every NEW_PEER_INTERVAL_SECONDS."""
 NEW_PEER_INTERVAL_SECONDS = 15.0
 CHANGES_SECONDS = 0.5
 """Changes of own addresses within this time are sent together."""

@@ -121,8 +121,6 @@ SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """First backoff of a peer after a failed swap, in units of the swap's duration."""
-STRANGER_SECONDS: Final = 300.0
-"""First backoff of a peer to which this node is a stranger."""
 FALSE_DATA_SECONDS: Final = 300.0
 """First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
@@ -415,7 +413,7 @@ class SwapService:
             case Refused(id=swap.id):
                 outcome = "refused"
                 if answer.reason == "stranger":
-                    self._fail(peer, STRANGER_SECONDS)
+                    self._fail(peer, PROPOSE_SECONDS)
             case None:
                 pass
             case _:
