@@ -305,24 +305,15 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
     )
 
 
-def doctor(
-    *, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False
-) -> int:
+def doctor(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False) -> int:
     """Check whether this node will run: configuration, directory, key, ports, clock, peers, device
     and model. Print remedies.
 
     The exit code is 0 or that of the node: 69 something is missing, 75 the model does not fit, 77
-    refused, 78 configuration error.
-
-    Parameters
-    ----------
-    bundle
-        Write swarmnode-bundle-….tar.gz for a bug report: versions, settings, logs, status and these
-        checks, without secrets.
-    """
+    refused, 78 configuration error."""
     from swarmnode.doctor.command import doctor as examine
 
-    return examine(lambda: load(node, peers=peer), json, bundle)
+    return examine(lambda: load(node, peers=peer), json)
 
 
 def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:

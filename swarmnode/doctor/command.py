@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from swarmnode.doctor import checks, probes
-from swarmnode.doctor.bundle import write_bundle
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
 from swarmnode.p2p import passphrase
@@ -21,13 +19,12 @@ from swarmnode.wire.limits import SWARM_ID_BYTES
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) -> int:
+def doctor(load: Callable[[], Resolved], as_json: bool) -> int:
     """Examine the node that `load` configures, and return the exit code.
 
     Args:
         load: Returns the configuration.
         as_json: Print one JSON object at the end instead of lines.
-        bundle: Also write an archive for a bug report to the working directory.
     """
     found: list[Check] = []
     for check in examine(load):
@@ -37,26 +34,10 @@ def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) ->
             if check.remedy:
                 print(f"      {check.remedy}", flush=True)
     code = checks.exit_code(found)
-    result: dict[str, object] = {"exit_code": code, "checks": [asdict(check) for check in found]}
-    if bundle:
-        file = write_bundle(_loaded(load), found, Path.cwd())
-        result["bundle"] = str(file)
-        if not as_json:
-            print(
-                f"\nwrote {file}. It contains peer ids and addresses, but no keys, secrets, invites"
-                " and tokens"
-            )
     if as_json:
+        result = {"exit_code": code, "checks": [asdict(check) for check in found]}
         print(json.dumps(result, indent=1))
     return code
-
-
-def _loaded(load: Callable[[], Resolved]) -> Resolved | None:
-    """Return the configuration; None if it is invalid."""
-    try:
-        return load()
-    except SwarmNodeError:
-        return None
 
 
 def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
