@@ -26,7 +26,7 @@ from swarmnode.cli.node import (
     rollback,
     run_node,
 )
-from swarmnode.cli.observe import samples, status, top
+from swarmnode.cli.observe import samples, status
 from swarmnode.cli.options import Flag
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
@@ -55,7 +55,6 @@ app.command(doctor)
 app.command(plan)
 app.command(vllm_command)
 app.command(status)
-app.command(top)
 app.command(samples)
 app.command(export_policy, name="export")
 app.command(evaluate, name="eval")

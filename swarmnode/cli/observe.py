@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from swarmnode.cli.options import NODE, AsJson, NodeOptions, load, load_data_dir
+from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, load, load_data_dir
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,20 +27,23 @@ StatusUrl = Annotated[
 ]
 
 
-def status(where: StatusUrl = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
+def status(
+    where: StatusUrl = None, *, watch: Flag = False, node: NodeOptions = NODE, json: AsJson = False
+) -> int:
     """Show the status of a running node. The exit code is 0 if it is ready, 1 if it is not, and 69
-    if it does not respond."""
-    from swarmnode.observe.top import status_command
+    if it does not respond.
 
-    return status_command(_address("status", where, node), json)
+    Parameters
+    ----------
+    watch
+        Show it again every two seconds, until Ctrl-C.
+    """
+    from swarmnode.observe.status import print_status, watch_status
 
-
-def top(where: StatusUrl = None, *, node: NodeOptions = NODE) -> int:
-    """Show the state of a running node in the terminal, updated every second, until Ctrl-C."""
-    from swarmnode.observe.top import top_command
-
-    top_command(_address("top", where, node))
-    return 0
+    address = _address(where, node)
+    if watch:
+        watch_status(address, json)
+    return print_status(address, json)
 
 
 MAX_TEXT_CHARACTERS = 100
@@ -66,7 +69,7 @@ def samples(
     from swarmnode.errors import Unavailable
     from swarmnode.observe import address as addresses
     from swarmnode.observe import samples as sample_files
-    from swarmnode.observe import top as summaries
+    from swarmnode.observe import status as statuses
 
     data_dir = load_data_dir(node)
     found = sample_files.newest(data_dir, max(count, 0))
@@ -78,7 +81,7 @@ def samples(
     address = addresses.read_address(data_dir)
     if address is not None and any(sample.peer for sample in found):
         try:
-            names = summaries.names_of(summaries.fetch(address, points=0)["snapshot"])
+            names = statuses.names_of(statuses.fetch(address)["snapshot"])
         except Unavailable:
             names = {}  # the table shows peer ids
     print(
@@ -90,9 +93,9 @@ def samples(
 
 def _format_sample(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
     """Return the lines of a group: author, prompt, completions."""
-    from swarmnode.observe.top import peer_label
+    from swarmnode.observe.status import peer_label
 
-    author = peer_label(sample.peer, names).plain if sample.peer else "own"
+    author = peer_label(sample.peer, names) if sample.peer else "own"
     author += ", held out" if sample.held_out else ""
     refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
     head = (
@@ -127,7 +130,7 @@ def _shorten(text: str) -> str:
     return line if len(line) <= MAX_TEXT_CHARACTERS else f"{line[:half]} … {line[-half:]}"
 
 
-def _address(command: str, where: str | None, node: NodeOptions) -> NodeAddress:
+def _address(where: str | None, node: NodeOptions) -> NodeAddress:
     """Return the address of the node that the options select.
 
     Raises:
@@ -137,7 +140,7 @@ def _address(command: str, where: str | None, node: NodeOptions) -> NodeAddress:
     from swarmnode.observe import address as addresses
 
     if where is not None and node.data_dir is not None:
-        raise ConfigError(f"{command}: set either {where} or --data-dir {node.data_dir}, not both")
+        raise ConfigError(f"status: set either {where} or --data-dir {node.data_dir}, not both")
     if where is not None:
         return addresses.parse_address(where)
     config = load(node, tasks=False).config

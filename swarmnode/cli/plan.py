@@ -59,7 +59,7 @@ def plan(
     from swarmnode.config import TrainingConfig
     from swarmnode.doctor.probes import driver_cards
     from swarmnode.model_defaults import default_alpha, defaults_for
-    from swarmnode.observe.top import duration
+    from swarmnode.observe.status import duration
     from swarmnode.policy.footprint import averaging_bytes, saving_bytes, trained_parameters
     from swarmnode.policy.plan import best, choices, measure_operations, settings, step_seconds
     from swarmnode.policy.published import published_shape

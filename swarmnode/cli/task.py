@@ -259,7 +259,7 @@ def _estimate_step(training: TrainingConfig, seconds: float) -> str:
     Args:
         seconds: Time to sample one answer.
     """
-    from swarmnode.observe.top import duration
+    from swarmnode.observe.status import duration
 
     count = training.groups_per_step * training.num_generations
     return (

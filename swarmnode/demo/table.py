@@ -11,7 +11,7 @@ from rich.text import Text
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.verdict import Finding
-from swarmnode.observe.top import short_id
+from swarmnode.observe.status import short_id
 
 WIDE = 120
 """Least width of a terminal for all columns. Narrower terminals show the important ones."""

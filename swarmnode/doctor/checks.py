@@ -195,7 +195,7 @@ def check_port(f: PortFacts) -> Check:
         return warn(
             name,
             f"{where}: {f.problem}; the page uses the next free port",
-            "swarmnode top finds that port; set http.port to a free one to fix it",
+            "swarmnode status finds that port; set http.port to a free one to fix it",
         )
     if f.problem:
         return fail(

@@ -1,4 +1,4 @@
-"""Fetch the state of a node from its HTTP server, for `status`, `top` and `doctor`.
+"""Fetch the state of a node from its HTTP server, for `status` and `doctor`.
 
 The server is untrusted, because an operator may type any address. One deadline covers everything
 from the name look-up to the last byte, the answer's size is bounded, and redirects and proxies are

@@ -1,5 +1,5 @@
-"""The state of a node as one frozen tree. Metrics, health, /status, the page and `swarmnode top`
-are functions of it.
+"""The state of a node as one frozen tree. Metrics, health, /status, the page and
+`swarmnode status` are functions of it.
 
 Most branches are the results of the parts' `statistics()`. So a number is defined in the module
 that counts it, and read here by its path, such as `network.peers.dials`. msgspec encodes the tree
