@@ -9,8 +9,6 @@ the partner cancel and only θ has to travel.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -18,9 +16,6 @@ import msgspec
 LARGEST_OUTER_STEP: Final = 10**8
 """Largest plausible outer step counter: one step per second for three years. A new node ignores a
 state with a larger one."""
-MIN_LAGGING_PARTNERS: Final = 3
-"""Number of recent partners that must be too far behind, besides being the majority, before this
-node corrects its own counter."""
 MAX_LAG: Final = 4.0
 """Largest lag, in outer steps, at which a partner's weights are averaged. A partner further behind
 still receives this node's weights."""
@@ -56,24 +51,6 @@ def mixing_weight(lag: float) -> float:
 def too_far_behind(lag: float) -> bool:
     """Return True if a partner's weights are too old to be averaged into this node's."""
     return lag > MAX_LAG
-
-
-def counter_excess(lags: Collection[int]) -> int:
-    """Return by how much this node's outer step counter exceeds the swarm's, 0 if it does not.
-
-    A new node that received an absurd counter would otherwise never average again. The excess is
-    the median lag if at least MIN_LAGGING_PARTNERS, and more than half, of the recent partners are
-    too far behind. A few peers that agree on a lie therefore change nothing.
-
-    Args:
-        lags: Outer steps by which the recent partners were behind this node.
-    """
-    behind = sum(too_far_behind(lag) for lag in lags)
-    return (
-        statistics.median_low(lags)
-        if behind >= MIN_LAGGING_PARTNERS and 2 * behind > len(lags)
-        else 0
-    )
 
 
 def next_outer_step(mine: int, theirs: int | None) -> int:

@@ -32,11 +32,10 @@ import torch
 
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import StateError
-from swarmnode.latest import Latest
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.local import AVERAGED, WeightsReport, writing_seconds
-from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, next_outer_step
+from swarmnode.weights.rule import LARGEST_OUTER_STEP, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import (
@@ -77,9 +76,6 @@ MAX_LOSS_INCREASE = 6.0
 state is adopted. The state of a policy after 25 outer steps increased it by 1.7. Arbitrary weights
 with a vocabulary of 100,000 increase it by 10 or more."""
 
-RECENT_PARTNERS = 64
-"""Number of most recent partners whose claimed outer steps are compared with this node's."""
-
 
 class Replica:
     """This node's replica of the policy.
@@ -116,8 +112,6 @@ class Replica:
             AveragingGate(grows=adapter is not None),
             schedule,
         )
-        self._lags = Latest[str, int](RECENT_PARTNERS)
-        """Outer steps by which each recent partner claimed to be behind this node."""
         self._settled = threading.Event()
         self._announced = threading.Event()
         self._distance: float | None = None
@@ -256,14 +250,12 @@ class Replica:
             self._parts.gate.count_outcome(examined.outcome)
             # The partner receives this node's weights; this node takes a solo step.
             if examined.outcome == "lagging":
-                self._note_claim(swap)
                 self._schedule_step(swap, "lagging", {})
             else:
                 self._end(swap, swap.session, examined.outcome)
         elif found.mean is None:
             self._decide(swap, found, None)
         else:
-            self._note_claim(swap)
             answer = lambda losses: self._worker.arrived.append(
                 AverageMeasured(swap.session, found, losses)
             )
@@ -273,24 +265,6 @@ class Replica:
                     swap.peer,
                 )
                 self._end(swap, swap.session, "local")
-
-    def _note_claim(self, swap: TrainerSwap) -> None:
-        """Record the partner's claimed outer step. Correct this node's counters if the recent
-        partners show that they are too large."""
-        counters, lags = self._parts.counters, self._lags
-        lags[swap.peer] = swap.outer_step - (swap.their_outer_step or 0)
-        wrong = counter_excess(lags.values())
-        if wrong:
-            corrected = [max(0, clock - wrong) for clock in counters.outer_clocks]
-            log.warning(
-                "outer step counters corrected from %s to %s: most recent partners are far behind",
-                counters.outer_clocks,
-                corrected,
-            )
-            with self._parts.tensors.lock:
-                counters.outer_clocks = corrected
-            for peer in list(lags):
-                lags[peer] -= wrong
 
     def _on_losses(self, measured: AverageMeasured) -> None:
         swap = self._parts.swaps.get(measured.session)
@@ -421,7 +395,6 @@ class Replica:
                 parts.swaps.clear()
         except StateError:
             return "not_finite"
-        self._lags.clear()
         counters.outer_clocks = [read.outer_step] * len(counters.outer_clocks)
         counters.probation = True
         return "adopted"

@@ -10,7 +10,6 @@ from swarmnode.errors import StateError
 from swarmnode.weights.rule import (
     MAX_LAG,
     Rule,
-    counter_excess,
     mixing_weight,
     next_outer_step,
     too_far_behind,
@@ -261,17 +260,3 @@ def test_counters_meet_and_a_liar_moves_one_by_one():
         next_outer_step(5, 2),
         next_outer_step(5, 2**60),
     ) == (6, 6, 6, 7)
-
-
-@pytest.mark.parametrize(
-    ("lags", "wrong"),
-    [
-        ([500, 500], 0),  # two are not enough
-        ([490, 500, 510], 500),
-        ([500, 500, 500, 4, 0, -1], 0),  # not most of them
-        ([500, 500, 500, 4, 0], 500),
-        ([10**8, 10**8, 10**8, 30, 30, 30, 30], 30),  # as far as the one in the middle says
-    ],
-)
-def test_counter_is_corrected_if_most_partners_lag(lags, wrong):
-    assert counter_excess(lags) == wrong
