@@ -9,7 +9,7 @@ from swarmnode.demo.nodes import rise_of
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.snapshot import NodeSnapshot
 
-ACCEPTED_OUTCOMES = ("accepted", "clipped", "probation", "lagging")
+ACCEPTED_OUTCOMES = ("accepted", "clipped", "lagging")
 """Outcomes of swaps in which the node used the partner's weights."""
 LOST_STEPS = 6
 """Steps that a killed node may lose: the time of two saves of the state, each less than two seconds

@@ -523,7 +523,7 @@ WEIGHTS = (
         "weights.outcomes",
         "Outer steps in a swap (`applied`) and without a partner (`solo`), proposals without a"
         " swap (`busy`, `refused`, `unreachable`), and swaps that `failed`. `applied` includes"
-        " swaps with weight 0: `lagging` and `probation` of `swarmnode_weights_judged_total`.",
+        " swaps with weight 0: `lagging` of `swarmnode_weights_judged_total`.",
         ("outcome",),
     ),
     Metric(

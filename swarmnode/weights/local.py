@@ -132,7 +132,7 @@ class SwapEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     """One of OUTCOMES."""
     committed: bool
     """True if an outer step was taken: with the average, or with this node's weights alone if the
-    outcome is `lagging` or `probation`."""
+    outcome is `lagging`."""
     outer_step: int
     """Outer steps of the fragment after the swap."""
 
@@ -227,7 +227,6 @@ PROOF: Final = COST
 OUTCOMES: Final[dict[str, float]] = {
     "accepted": 0.0,
     "clipped": 0.0,  # accepted with a shorter difference: honest replicas differ in speed
-    "probation": 0.0,  # passed all checks, averaged with weight 0
     "lagging": 0.0,  # too many outer steps behind this node: served, averaged with weight 0
     "payload": PROOF,  # refused by `payload` or `codecs`
     "names": PROOF,
@@ -276,7 +275,6 @@ class WeightsReport(msgspec.Struct, frozen=True):
     lag: float | None = None
     """Number of outer steps by which the last partner was behind; negative if ahead."""
     momentum_norm: float = 0.0
-    probation: bool = False
     outcomes: dict[str, int] = {}
     """Number of exchanges by the gate's verdict, since the process started, as is
     `stall_seconds_total`."""

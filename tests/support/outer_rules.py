@@ -73,10 +73,9 @@ def judge(
     weight: float = 0.5,
     moved: float = 0.0,
     probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None,
-    probation: bool = False,
 ) -> GateDecision:
     """Run `examine`, the probe and `conclude` at once. probe: loss with these tensors, nats."""
-    found = gate.examine(peer, mine, theirs, weight=weight, moved=moved, probation=probation)
+    found = gate.examine(peer, mine, theirs, weight=weight, moved=moved)
     losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
     return gate.conclude(found, losses)
 

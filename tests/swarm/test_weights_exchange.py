@@ -113,12 +113,8 @@ async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
             node.connect()
         await until(lambda: new.candidates() == 2)  # the stranger is none
         before = new.weights()
-        new.due()  # on probation: all but the mixing
-        await until(lambda: new.outcome("applied"))
-        assert identical(new.weights(), before)
-        assert not new.counters.probation
         new.due()
-        await until(lambda: new.outcome("applied") == 2)
+        await until(lambda: new.outcome("applied"))
         assert not identical(new.weights(), before)
 
 

@@ -470,7 +470,7 @@ function weights(s) {
   const finished = w.outcomes.applied || 0;
   const partners = Object.entries(w.pairs).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([peer, n]) => `${shortId(peer)} ${count(n)}×`);
   facts("weights", !w.enabled ? [] : [
-    ["state", [report.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
+    ["state", w.phase === "idle" ? "" : w.phase],
     ["outer steps", known(report.outer_step) ? `${count(report.outer_step)}, ${count(report.fragments)} fragments` : ""],
     ["partners", `${count(w.candidates)} available${partners.length ? "; " : ""}${partners.join(", ")}`],
     ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %, ${known(report.clip_ratio) ? Math.round(100 * report.clip_ratio) : "–"} % of the difference taken` : ""],

@@ -2,7 +2,7 @@
 torch.
 
     new node    ask known neighbours ─▶ fetch φ of the one furthest ahead
-                ─▶ AdoptState ─▶ trainer, on probation
+                ─▶ AdoptState ─▶ trainer
     neighbour   request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ offer the file
 
 A node that has trained never takes a state, because a peer could otherwise overwrite its weights. A
@@ -11,7 +11,7 @@ node that has fallen behind catches up by swaps, each of which passes the gate.
 No check detects a state that was tuned against this node, and replicas of a swarm are never equal,
 so neighbours cannot vouch for each other. A node therefore takes a state from known peers only
 (`swarm.known`); without any it starts from the base policy and learns from shared groups. The file
-must have the root that the neighbour announced, and the node stays on probation in the gate.
+must have the root that the neighbour announced.
 """
 
 from __future__ import annotations

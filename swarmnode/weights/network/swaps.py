@@ -130,7 +130,7 @@ REMEMBERED_SWAPS: Final = 64
 """Accepted swaps whose payload requests are answered."""
 
 OUTCOMES: Final = (
-    "applied",  # completed swaps; `lagging` and `probation` average with weight 0
+    "applied",  # completed swaps; `lagging` averages with weight 0
     "solo",  # outer steps without a partner
     "busy",  # proposals without a swap, by answer
     "refused",

@@ -103,14 +103,13 @@ class Examination:
     refusal: str
     mine: Mapping[str, torch.Tensor]
     mean: Tensors | None = None
-    """θ̄ for the probe. With `probation` it is probed but not committed."""
+    """θ̄."""
     relative_distance: float | None = None
     """‖d‖ / ‖θ_i‖."""
     scale: float = 0.0
     """min(1, τ/‖d‖)."""
     remembered: Mapping[int, float] = field(default_factory=dict)
     """Block → distance to add to its window."""
-    probation: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ class AveragingGate:
         *,
         weight: float = 0.5,
         moved: float = 0.0,
-        probation: bool = False,
     ) -> Examination:
         """Check the tensors of `peer`, without the probe. Counts nothing and changes no tensor.
 
@@ -173,7 +171,6 @@ class AveragingGate:
             weight: w, from `weights.rule.mixing_weight`, clamped to [0, ½].
             moved: ‖θ_i − φ_i‖, this node's own progress. It replaces the medians until each has
                 FIRST distances.
-            probation: True, for a new node, to probe with w = ½ but leave θ_i unchanged.
         """
 
         def refuse(outcome: str, relative: float | None = None) -> Examination:
@@ -199,7 +196,7 @@ class AveragingGate:
         if known and distance > FAR * tau:
             return refuse("too_far", relative)
         scale = 1.0 if distance <= tau else tau / distance  # 0 if θ_i is 0 and has not moved
-        step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
+        step = scale * min(max(weight, 0.0), 0.5)
         mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
         # Windows store clipped distances, so that one swap cannot raise the threshold far. Before
         # there is a threshold they store the full distances.
@@ -207,7 +204,7 @@ class AveragingGate:
             max(CLIP * (medians[block] or 0.0), LEAST_TAU * own) if known else math.inf
         )
         remembered = {block: min(distance, limit(block)) for block, distance in distances.items()}
-        return Examination(peer, "", mine, mean, relative, scale, remembered, probation)
+        return Examination(peer, "", mine, mean, relative, scale, remembered)
 
     def conclude(self, found: Examination, losses: Losses | None = None) -> GateDecision:
         """Decide on an examined swap, and count the outcome. `losses` is None without a probe."""
@@ -226,8 +223,6 @@ class AveragingGate:
                     self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance
                 )
             self._scales += found.scale
-            if found.probation:
-                return self._ended("probation", dict(found.mine))
             return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
     def count_outcome(self, outcome: str) -> None:
@@ -255,7 +250,7 @@ class AveragingGate:
 
     def statistics(self) -> GateStatistics:
         with self._lock:
-            taken = sum(self._outcomes[o] for o in (*AVERAGED, "probation"))
+            taken = sum(self._outcomes[o] for o in AVERAGED)
             return GateStatistics(
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,

@@ -304,8 +304,6 @@ class Replica:
             self._end(None, swap.session, "local")
             return False
         counters = self._parts.counters
-        if swap.outcome == "probation":
-            counters.probation = False
         counters.exchanges_total += 1
         outer_step = self.outer_steps()[swap.fragment]
         self._send(
@@ -377,8 +375,7 @@ class Replica:
         return outcome == "adopted"
 
     def _become(self, read: StateRead, slow: SlowWeights) -> str:
-        """Replace the weights by a neighbour's, on probation; return one of
-        `local.ADOPTIONS`."""
+        """Replace the weights by a neighbour's; return one of `local.ADOPTIONS`."""
         parts, counters = self._parts, self._parts.counters
         if counters.step:
             return "local"  # too late: a policy that was trained here is not discarded
@@ -396,7 +393,6 @@ class Replica:
         except StateError:
             return "not_finite"
         counters.outer_clocks = [read.outer_step] * len(counters.outer_clocks)
-        counters.probation = True
         return "adopted"
 
     def _is_plausible(self, phi: Tensors) -> bool:
@@ -435,7 +431,6 @@ class Replica:
             clip_ratio=gate.clip_ratio,
             lag=self._worker.lag,
             momentum_norm=outer.momentum_norm,
-            probation=counters.probation,
             outcomes=gate.outcomes,
             stall_seconds_total=self._stalled + self._worker.copy_seconds,
         )

@@ -146,8 +146,6 @@ class AveragingCounters(msgspec.Struct):
     """Outer step counters, by fragment."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
-    probation: bool = False
-    """True while the weights are a neighbour's and no exchange has confirmed them."""
 
 
 @dataclass
@@ -390,7 +388,6 @@ class AveragingWorker:
             theirs,
             weight=mixing_weight(self.lag),
             moved=norm(swap.snapshot, minus=swap.slow.phi),
-            probation=self._parts.counters.probation,
         )
         return PayloadExamined(session, found)
 

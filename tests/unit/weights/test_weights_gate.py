@@ -224,20 +224,6 @@ def test_the_probes_tolerance_is_a_share_of_the_entropy(entropy, epsilon):
     assert judged(0.99 * epsilon).mean is not None
 
 
-def test_a_newcomer_is_judged_and_mixed_with_nothing():
-    mine = weights()
-    gate = trained_gate(mine)
-    judged = judge(gate, "p", mine, near(mine, 1.0), probation=True, probe=lambda t: 1.0)
-    assert judged.outcome == "probation"
-    assert all(torch.equal(judged.mean[n], mine[n]) for n in mine)
-    assert (
-        judge(
-            gate, "p", mine, near(mine, 1.0), probation=True, probe=lambda t: 1.0 + (t is not mine)
-        ).outcome
-        == "probe"
-    )
-
-
 def broken(mine):
     return {n: torch.full_like(t, math.nan) for n, t in mine.items()}
 
