@@ -117,8 +117,6 @@ class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
     """Empty if the copy could not be written."""
     outer_step: int
     """Outer steps that the blocks had taken when they were copied."""
-    blocks: bytes = b""
-    """Blocks in the copy, as a bitmask (`fragments.pack`)."""
 
 
 class SwapEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
@@ -176,8 +174,6 @@ class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
     outer_step: int
     """The partner's claim."""
     path: str
-    blocks: bytes
-    """As in `TakeSnapshot`, which is not sent if a recent copy is reused."""
 
 
 class DropSwap(msgspec.Struct, frozen=True, tag="weights_drop"):

@@ -93,13 +93,10 @@ class StubStore:
         self.offered.append(PayloadOffer(name, bytes(32), SIZE, payload.path, until))
         return self.offered[-1]
 
-    def offer_again(self, offer: PayloadOffer, until: float, audience: Any) -> PayloadOffer:
-        return self.offer(SimpleNamespace(path=offer.path), until, audience)
-
     def is_offered(self, offer: PayloadOffer) -> bool:
         return offer.transfer not in self.ended
 
-    def shorten(self, offer: PayloadOffer, until: float) -> None:
+    def withdraw(self, offer: PayloadOffer) -> None:
         self.ended.add(offer.transfer)
 
     def new_path(self) -> Path:
@@ -234,9 +231,7 @@ class Party:
     async def _take_snapshot(self, message: local.TakeSnapshot) -> None:
         await trio.sleep(self.encodes_in)
         step = self.replica.outer_steps[message.fragment]
-        written = local.SnapshotWritten(
-            message.session, message.fragment, "out", step, message.blocks
-        )
+        written = local.SnapshotWritten(message.session, message.fragment, "out", step)
         self.exchange.snapshot_written(written)
 
     async def _apply(self, message: local.ApplyPayload) -> None:

@@ -73,16 +73,13 @@ class RemotePayload(msgspec.Struct, frozen=True):
 class PayloadStore:
     """Offers, fetches and deletes files of weights in `directory`.
 
-    A file is deleted when its last offer ends. All files in `directory` may be deleted while the
+    A file is deleted when its offer ends. All files in `directory` may be deleted while the
     node is stopped.
     """
 
     def __init__(self, bulk: Bulk, directory: Path) -> None:
         self._bulk = bulk
         self._directory = directory
-        self._uses: dict[Path, int] = {}
-        self._payloads: dict[Path, LocalPayload] = {}
-        """Payloads with at least one offer. Each maps its file and so keeps its disk space."""
         self._offers: dict[bytes, PayloadOffer] = {}
         self._sinks: dict[Path, FileSink] = {}
 
@@ -122,17 +119,8 @@ class PayloadStore:
             transfer, payload.source.root, payload.source.size, payload.path, until
         )
         self._bulk.offer(transfer, payload.source, audience=audience)
-        self._uses[offer.path] = self._uses.get(offer.path, 0) + 1
-        self._payloads[offer.path] = payload
         self._offers[transfer] = offer
         return offer
-
-    def offer_again(
-        self, offer: PayloadOffer, until: float, audience: Collection[str] | None
-    ) -> PayloadOffer | None:
-        """Offer the same file to further peers. Return None if it is deleted."""
-        payload = self._payloads.get(offer.path)
-        return None if payload is None else self.offer(payload, until, audience)
 
     def is_offered(self, offer: PayloadOffer) -> bool:
         return offer.transfer in self._offers
@@ -150,16 +138,7 @@ class PayloadStore:
         if self._offers.pop(offer.transfer, None) is None:
             return
         self._bulk.withdraw(offer.transfer)
-        self._uses[offer.path] -= 1
-        if not self._uses[offer.path]:
-            del self._uses[offer.path], self._payloads[offer.path]
-            offer.path.unlink(missing_ok=True)
-
-    def shorten(self, offer: PayloadOffer, until: float) -> None:
-        """Shorten an offer to at most `until`."""
-        if (current := self._offers.get(offer.transfer)) is not None:
-            until = min(current.until, until)
-            self._offers[offer.transfer] = msgspec.structs.replace(current, until=until)
+        offer.path.unlink(missing_ok=True)
 
     def expire(self, now: float) -> None:
         """End the offers that have expired."""

@@ -37,7 +37,7 @@ import secrets
 import statistics
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVarTuple
 
@@ -97,8 +97,6 @@ POLL_SECONDS: Final = 4.0
 """Longest time for which a `payload` request is held while the payload is being written."""
 POLL_PAUSE_SECONDS: Final = 0.5
 """Pause between two `payload` requests."""
-COPY_REUSE_SECONDS: Final = 5.0
-"""One copy serves all swaps of its fragment that are accepted within this time."""
 LINGER_SECONDS: Final = 30.0
 """A payload is offered for the time limit of its transfer plus this time."""
 SLOWER: Final = 4.0
@@ -163,8 +161,6 @@ class OfferedPayload:
     """This node's weights of some blocks, copied, encoded and offered to partners."""
 
     offer: PayloadOffer
-    blocks: bytes
-    """Blocks in the payload, as a bitmask (`fragments.pack`)."""
     outer_step: int
     """Outer steps that the blocks had taken when they were copied."""
     at: float
@@ -260,8 +256,6 @@ class SwapService:
         """Own outer steps with blocks that have no partner yet, by fragment."""
         self._recent = Latest[bytes, SwapState](REMEMBERED_SWAPS)
         """Accepted swaps, for the partners' `payload` requests."""
-        self._copies: dict[int, OfferedPayload] = {}
-        """The latest copy of each fragment."""
         self._rest_until: dict[int, float] = {}
         """Block → time before which no swap of it is accepted."""
         self._partners = Latest[str, Partner](PARTNERS)
@@ -346,7 +340,6 @@ class SwapService:
         if self._needs_partner(search):
             fragment, blocks = search.due.fragment, pack(search.blocks)
             del self._searches[fragment]
-            self._copies.pop(fragment, None)
             self.statistics.outcomes["solo"] += 1
             self._send_to_trainer(local.SoloStep(fragment, blocks))
 
@@ -554,48 +547,28 @@ class SwapService:
         Returns:
             An entry of FAILURES, or an empty string. The same holds for the next three methods.
         """
-        swap.copy = self._reused_copy(swap)
-        if swap.copy is None:
-            request = local.TakeSnapshot(swap.id, swap.fragment, swap.blocks)
-            if not self._send_to_trainer(request):
-                return "no_trainer"
-            with trio.move_on_after(self._copy_seconds):
-                await swap.copied.wait()
-            # `ended` before the copy: the trainer refused to copy, as a suspended stage does.
-            if swap.ended is not None:
-                return "local"
-            if (snapshot := swap.snapshot) is None:
-                return "snapshot"
-            payload = await self._store.open(snapshot.path)
-            if payload is None:
-                return "snapshot"
-            until = self._offered_until(swap, payload.source.size)
-            offer = self._store.offer(payload, until, [swap.peer])
-            swap.copy = OfferedPayload(
-                offer, snapshot.blocks, snapshot.outer_step, trio.current_time()
-            )
-        self._copies[swap.fragment] = swap.copy
+        request = local.TakeSnapshot(swap.id, swap.fragment, swap.blocks)
+        if not self._send_to_trainer(request):
+            return "no_trainer"
+        with trio.move_on_after(self._copy_seconds):
+            await swap.copied.wait()
+        # `ended` before the copy: the trainer refused to copy, as a suspended stage does.
+        if swap.ended is not None:
+            return "local"
+        if (snapshot := swap.snapshot) is None:
+            return "snapshot"
+        payload = await self._store.open(snapshot.path)
+        if payload is None:
+            return "snapshot"
+        # the partner may still have to copy, then it fetches
+        fetched = max(
+            self._transfer_seconds(swap) + LINGER_SECONDS, offer_seconds(payload.source.size)
+        )
+        until = trio.current_time() + self._copy_seconds + fetched
+        offer = self._store.offer(payload, until, [swap.peer])
+        swap.copy = OfferedPayload(offer, snapshot.outer_step, trio.current_time())
         swap.offered.set()
         return ""
-
-    def _reused_copy(self, swap: SwapState) -> OfferedPayload | None:
-        """Offer the last copy of the fragment to this partner too, if the copy is recent and has
-        the same blocks. Return None otherwise."""
-        copy = self._copies.get(swap.fragment)
-        if (
-            copy is None
-            or trio.current_time() > copy.at + min(COPY_REUSE_SECONDS, self._age_limit / 4)
-            or copy.blocks != swap.blocks
-        ):
-            return None
-        until = self._offered_until(swap, copy.offer.size)
-        offer = self._store.offer_again(copy.offer, until, [swap.peer])
-        return None if offer is None else replace(copy, offer=offer)
-
-    def _offered_until(self, swap: SwapState, size: int) -> float:
-        """Return the end of the offer of a copy: the partner may still have to copy, then fetch."""
-        fetched = max(self._transfer_seconds(swap) + LINGER_SECONDS, offer_seconds(size))
-        return trio.current_time() + self._copy_seconds + fetched
 
     async def _await_payload(self, swap: SwapState) -> str:
         """Request the partner's payload until it is ready."""
@@ -653,7 +626,6 @@ class SwapService:
             swap.peer,
             swap.partner_offer.outer_step,
             str(swap.path),
-            swap.blocks,
         )
         if not self._send_to_trainer(apply):
             return "no_trainer"
@@ -686,10 +658,9 @@ class SwapService:
             self.statistics.failures[cause] += 1
             if swap.ended is None:
                 self._send_to_trainer(local.DropSwap(swap.id))
-            # Another swap may reuse the payload for this time. If this node's gate refused, the
-            # partner may still apply the payload, so the offer stays.
+            # If this node's gate refused, the partner may still apply the payload.
             if swap.copy is not None and cause != "gate":
-                self._store.shorten(swap.copy.offer, now + COPY_REUSE_SECONDS)
+                self._store.withdraw(swap.copy.offer)
             held = max(now - swap.began, self._short_seconds)
             if cause in FALSE_DATA:
                 self._report_false_data(swap.peer, f"weights_{cause}")
@@ -742,7 +713,6 @@ class SwapService:
         self._last_due = None
         self._searches.clear()
         self._swaps.clear()
-        self._copies.clear()
 
     def snapshot_written(self, snapshot: local.SnapshotWritten) -> None:
         """Take the copy for a swap. Its file is deleted if the swap has ended meanwhile."""
@@ -757,8 +727,6 @@ class SwapService:
         """Take the trainer's result of a swap."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
         self.statistics.judged[outcome] += 1
-        if ended.committed:
-            self._copies.pop(ended.fragment, None)
         for swap in self._swaps.values():
             if swap.id == ended.session:
                 swap.ended = msgspec.structs.replace(ended, outcome=outcome)

@@ -25,7 +25,7 @@ import msgspec
 from swarmnode.errors import BadMessage
 from swarmnode.latest import Latest
 from swarmnode.weights import local
-from swarmnode.weights.fragments import block_of, blocks_of
+from swarmnode.weights.fragments import block_of
 from swarmnode.weights.layout import Layout
 from swarmnode.weights.local import MOST_SWAPS, STATE_CODEC
 from swarmnode.weights.rule import mixing_weight, too_far_behind
@@ -354,20 +354,16 @@ class AveragingWorker:
         data = self._parts.tensors.encode(swap.fragment, swap.snapshot, learnt)
         if self._parts.swaps.is_dropped(swap.session):
             return
-        path, blocks = self._files.write([data]), blocks_of(swap.snapshot)
-        self._send(
-            local.SnapshotWritten(swap.session, swap.fragment, path, swap.outer_step, blocks)
-        )
+        path = self._files.write([data])
+        self._send(local.SnapshotWritten(swap.session, swap.fragment, path, swap.outer_step))
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:
         """Read a partner's payload and run all checks of the gate except for the probe, which runs
         between two steps."""
         session = message.session
         swap = self._parts.swaps.get(session)
-        # The swap is not in the table if a commit has replaced φ since the partner received its
-        # copy. Continue with the present weights.
-        if swap is None:
-            swap = self._copy(session, message.fragment, message.blocks)
+        if swap is None:  # a commit has replaced φ since the copy
+            return PayloadExamined(session, None, "local")
         swap = dataclasses.replace(swap, peer=message.peer, their_outer_step=message.outer_step)
         if not self._parts.swaps.update(swap):
             return PayloadExamined(session, None, "local")

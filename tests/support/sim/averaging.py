@@ -121,9 +121,7 @@ class Averaging:
             case local.TakeSnapshot(session):
                 if session not in self._dropped:
                     self._send(
-                        local.SnapshotWritten(
-                            session, 0, str(self._write("out")), self.outer_step, BLOCKS
-                        )
+                        local.SnapshotWritten(session, 0, str(self._write("out")), self.outer_step)
                     )
             case local.ApplyPayload():
                 self._judging = None

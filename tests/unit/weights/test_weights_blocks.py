@@ -92,7 +92,7 @@ def exchange(one, other, fragment, session):
     copies = [party.do(local.TakeSnapshot(session, fragment, blocks))[0] for party in (one, other)]
     for party, theirs in ((one, copies[1]), (other, copies[0])):
         said = party.do(
-            local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path, blocks)
+            local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path)
         )
         ended += [message.outcome for message in said if isinstance(message, local.SwapEnded)]
     return ended
@@ -221,9 +221,8 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     head.do(local.TakeSnapshot(b"s" * 16, 1, blocks))
     (everything,) = long.do(local.TakeSnapshot(b"s" * 16, 1, long.facts.blocks()))[:1]
     before = head.weights()
-    said = head.do(local.ApplyPayload(b"s" * 16, 1, "peer", 0, everything.path, blocks))
+    said = head.do(local.ApplyPayload(b"s" * 16, 1, "peer", 0, everything.path))
     assert [message.outcome for message in said if isinstance(message, local.SwapEnded)] == [
         "payload"
     ]
     assert all(torch.equal(t, before[name]) for name, t in head.weights().items())
-    assert everything.blocks == pack({1, 3, 5})

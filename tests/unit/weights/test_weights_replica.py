@@ -107,9 +107,7 @@ class Made:
                 fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}
             )
         )
-        self.replica.receive(
-            local.ApplyPayload(session, fragment, peer, outer_step, str(path), BLOCKS)
-        )
+        self.replica.receive(local.ApplyPayload(session, fragment, peer, outer_step, str(path)))
         self.settle()
 
     def exchange(self, partner, session=SESSION, fragment=0):

@@ -172,32 +172,6 @@ async def test_payload_request_is_held_until_it_is_ready(autojump_clock):
         assert trio.current_time() - began == pytest.approx(a.encodes_in)
 
 
-async def test_one_copy_serves_swaps_within_some_seconds(autojump_clock):
-    async with swarm({"a": Party, "b": hostile("denies"), "c": hostile("denies")}) as parties:
-        a = parties["a"]
-        a.exchange._step_seconds = 1.0
-        for number, peer in enumerate(("b", "c", "b"), 1):
-            assert isinstance(a.exchange.answer(peer, requested(a, number)), Accepted)
-            await settled(a)
-            a.exchange._partners.clear()
-            a.exchange._rest_until.clear()
-            if number == 2:
-                await trio.sleep(swaps.COPY_REUSE_SECONDS)
-        copied = [m.session for m in a.to_trainer if isinstance(m, local.TakeSnapshot)]
-        assert copied == [requested(a, 1).id, requested(a, 3).id]
-        assert len(a.store.offered) == 3
-
-
-async def test_a_copy_is_not_served_after_a_commit(autojump_clock):
-    async with swarm({"a": Party, "b": Party, "c": Party}) as parties:
-        a = parties["a"]
-        a.due(step_seconds=0.0)
-        await settled(a)
-        a.due(step_seconds=0.0)
-        await settled(a)
-        assert sum(isinstance(m, local.TakeSnapshot) for m in a.to_trainer) == 2
-
-
 # ---- swaps that fail -----------------------------------------------------------------------------
 
 
