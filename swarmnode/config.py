@@ -387,24 +387,19 @@ class TrainingConfig(Section):
     """Learning rate of AdamW. The default depends on the model."""
     options: list[
         Literal[
-            "warmup",
-            "linear",
-            "cosine",
             "dynamic_sampling",
             "mask_truncated",
-            "overlong_shaping",
             "lockstep",
             "continuous",
             "tis",
             "icepop",
         ]
     ] = []
-    """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps.
-    Sampling: `dynamic_sampling` samples until the step's own groups have a signal; `lockstep` or
-    `continuous` sets the engine, which otherwise is `continuous` for episodes and answers of more
-    than 32 tokens. Cut completions: `mask_truncated` excludes them, `overlong_shaping` lowers their
-    reward. Correction for a sampling policy that differs: `tis` (the default) or `icepop`."""
-    advantage: Literal["grpo", "dr_grpo", "gdpo"] = "grpo"
+    """Any of these. Sampling: `dynamic_sampling` samples until the step's own groups have a signal;
+    `lockstep` or `continuous` sets the engine, which otherwise is `continuous` for episodes and
+    answers of more than 32 tokens. `mask_truncated` excludes cut completions. Correction for a
+    sampling policy that differs: `tis` (the default) or `icepop`."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Normaliser of the policy gradient: tokens, sequences or a constant length."""
@@ -434,8 +429,6 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _options_fit(self) -> TrainingConfig:
         for one, other in (
-            ("linear", "cosine"),
-            ("mask_truncated", "overlong_shaping"),
             ("lockstep", "continuous"),
             ("tis", "icepop"),
         ):
@@ -443,12 +436,6 @@ class TrainingConfig(Section):
                 raise ValueError(
                     f"training.options: {one} and {other} are two ways to do one thing: choose one"
                 )
-        falls = [name for name in ("linear", "cosine") if name in self.options]
-        if falls and not self.max_steps:
-            raise ValueError(
-                f"training.options: {falls[0]} falls to 0 at the last step, so training.max_steps"
-                " must be above 0"
-            )
         return self
 
 

@@ -87,10 +87,10 @@ class MeasuredPolicy(WholePolicy):
         finally:
             self.seconds["judging"] += time.process_time() - started
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         started = time.process_time()
         try:
-            return super().update(rows, rate)
+            return super().update(rows)
         finally:
             self.seconds["update"] += time.process_time() - started
 

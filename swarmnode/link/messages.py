@@ -103,7 +103,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     entropy: float | None = None
     kl: float | None = None
     grad_norm: float | None = None
-    learning_rate: float | None = None
     zero_advantage_share: float | None = None
     external_share: float | None = None
     effective_own: float | None = None

@@ -292,14 +292,6 @@ def _installed_version(package: str, task_id: str) -> str:
         ) from None
 
 
-def task_weights(task_id: str) -> dict[str, float]:
-    """Return component name → weight of a task's rewards. A component that is not in the result has
-    the weight 1.
-    """
-    spec = TASKS.get(task_id)
-    return own.read_weights(spec.settings) if spec is not None else {}
-
-
 def install(
     modules: Sequence[str],
     settings: Mapping[str, Mapping[str, object]],

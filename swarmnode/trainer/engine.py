@@ -120,12 +120,8 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        """Take one optimizer step on `rows`.
-
-        Args:
-            rate: Learning rate; None means the configured one.
-        """
+    def update(self, rows: Rows) -> UpdateStatistics:
+        """Take one optimizer step on `rows`."""
         ...
 
     # ---- between steps ---------------------------------------------------------------------------
@@ -472,9 +468,9 @@ class WholePolicy:
     def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         with self._weights_move():
-            return self._updater.update(rows, rate)
+            return self._updater.update(rows)
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
         if self._replica is None:

@@ -58,7 +58,7 @@ from swarmnode.trainer.reporting import (
 )
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
-from swarmnode.trainer.update import UpdateStatistics, learning_rate
+from swarmnode.trainer.update import UpdateStatistics
 from swarmnode.weights.local import JOIN_SECONDS
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -357,8 +357,7 @@ class Loop:
         # advantages (N,) and log-probabilities (N, T) of all N completions, one loss, one step
         fresh = [*experience.trained, *judgement.accepted]
         rows = self._rows(fresh)
-        rate = learning_rate(self._training, self._counters.step)
-        result = self._engine.update(rows, rate)
+        result = self._engine.update(rows)
 
         judgement.details.update(result.details)
         first = len(experience.trained)
@@ -366,7 +365,7 @@ class Loop:
         external = self._external.learnt(judgement, refused)
         self._plan.observe(external)
         self._count(experience, external, rows, result)
-        done = StepResult(experience, external, result, rate, started, sampled, time.monotonic())
+        done = StepResult(experience, external, result, started, sampled, time.monotonic())
         self._report(done, judgement)
 
     def _rows(self, groups: Sequence[TrainingGroup]) -> Rows:
@@ -375,9 +374,6 @@ class Loop:
         return assemble(
             groups,
             training.advantage,
-            shape_to=training.max_completion_length
-            if "overlong_shaping" in training.options
-            else 0,
             mask_cut="mask_truncated" in training.options,
             per_sequence=training.loss_type == "grpo",
         )

@@ -164,9 +164,9 @@ class DataParallelPolicy(WholePolicy):
             answers = pool.answers(Scores)
         return merged(shares, {0: own, **{rank: each.values for rank, each in answers.items()}})
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         try:
-            return super().update(rows, rate)
+            return super().update(rows)
         finally:
             self._pool.weights_moved()
 

@@ -148,7 +148,6 @@ class StepResult:
     external: Sequence[TrainingGroup]
     """Peers' groups that were trained on."""
     update: UpdateStatistics
-    rate: float
     started: float
     """Monotonic time in seconds; so are `sampled` and `ended`."""
     sampled: float
@@ -181,7 +180,6 @@ def measures(done: StepResult) -> dict[str, Any]:
         "entropy": update.entropy,
         "kl": update.kl,
         "grad_norm": update.grad_norm,
-        "learning_rate": done.rate,
         "effective_own": update.effective_own,
         "effective_external": update.effective_external,
         "own_gap": update.own_gap,

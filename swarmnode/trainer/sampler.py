@@ -17,9 +17,9 @@ from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatisti
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
-from swarmnode.rollouts.trainer.batch import TrainingGroup, own_group, reward_parts
+from swarmnode.rollouts.trainer.batch import TrainingGroup, own_group
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import TASKS, task_weights
+from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import (
     Episodes,
@@ -207,7 +207,7 @@ class Sampler:
         components = [
             parts if good else {} for parts, good in zip(result.components, fine, strict=False)
         ]
-        made.groups.append(own_group(sample, rewards, reward_parts(components, task_weights(task))))
+        made.groups.append(own_group(sample, rewards))
         first = first_version(sample, version)
         made.lags.append(version - first)
         for fault in filter(None, faults):

@@ -4,10 +4,9 @@ micro-batches, then takes one atomic step."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Protocol
@@ -221,7 +220,7 @@ class Updater:
         self.lock = threading.Lock()
         """Held while weights change, so that another thread can copy them at any other time."""
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         """Take one optimizer step.
 
         There is one step per batch: a second step on the same rows would be off-policy, and peers'
@@ -234,16 +233,11 @@ class Updater:
         * An own row that does not fit is run with activation checkpointing, and excluded if it does
           not fit then.
 
-        Args:
-            rate: Learning rate of this step; None means the configured one.
-
         Raises:
             DeviceError: No own row fits into memory.
         """
         forget_merged(self._policy)  # activations need the memory
         selection = RowSelection(*trained(rows, self._cfg))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._cfg.learning_rate if rate is None else rate
         while selection.own or selection.external:
             try:
                 return selection.outcome(self._step(rows, selection))
@@ -498,42 +492,6 @@ def _rows_named(indices: list[int]) -> Iterator[None]:
     except RowTooLarge as error:
         error.row = indices[error.row]
         raise
-
-
-WARMUP_STEPS = 20
-"""Steps of the option `warmup`. After 20 steps AdamW's running mean of squares, with β2 = 0.8, is
-within 2% of its limit. The first gradients of RL come from few useful groups and are atypical."""
-
-
-def learning_rate(cfg: TrainingConfig, step: int) -> float:
-    """Return the learning rate of the step after `step` steps. It is positive up to the last
-    step."""
-    return cfg.learning_rate * _schedule(tuple(cfg.options), cfg.max_steps)(step + 1)
-
-
-@functools.lru_cache(maxsize=8)
-def _schedule(options: tuple[str, ...], max_steps: int) -> Callable[[int], float]:
-    """Return a function from the number of a step, from 1, to its factor of the learning rate.
-
-    It is transformers' schedule shifted by one step, so that the first step of a warm-up has a
-    positive rate.
-    """
-    if not {"linear", "cosine", "warmup"} & set(options):
-        return lambda number: 1.0
-    # Imported here, since it imports transformers' trainer and peft, which takes 0.3 s.
-    from transformers import get_scheduler
-
-    name = next(
-        (option for option in options if option in ("linear", "cosine")), "constant_with_warmup"
-    )
-    warmup = WARMUP_STEPS if "warmup" in options else 0
-    # A scheduler needs an optimizer, which is not used here.
-    idle = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    scheduler = get_scheduler(
-        name, idle, num_warmup_steps=warmup + 1, num_training_steps=max_steps + 1
-    )
-    (factor,) = scheduler.lr_lambdas
-    return lambda number: float(factor(number))
 
 
 def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:

@@ -96,7 +96,6 @@ def example_at(t: float) -> NodeSnapshot:
         entropy=1.9 - 1.1 * learnt,
         kl=0.004,
         grad_norm=0.41,
-        learning_rate=3e-4,
         completion_tokens=5.1 - 1.2 * learnt,
         completion_tokens_p95=8,
         completion_cut_share=0.06 * (1 - learnt),

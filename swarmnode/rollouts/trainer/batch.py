@@ -10,8 +10,7 @@ The update corrects each token for the distance between these log-probabilities 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,40 +18,7 @@ import torch
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
-from swarmnode.rl.advantages import advantages, overlong_penalty, zero_advantage
-
-
-@dataclass(frozen=True)
-class RewardParts:
-    """The components of a group's rewards. Reward g is Σ_r weights[r] · values[g][r] over the
-    components that apply, as TRL adds up reward functions."""
-
-    values: list[list[float]]
-    """(G, R), each in [0, 1], or NaN where a component does not apply to a completion."""
-    weights: list[float]
-    """(R,), their sum is 1."""
-
-
-def reward_parts(
-    components: Sequence[Mapping[str, float]], weights: Mapping[str, float]
-) -> RewardParts | None:
-    """Return the reward components of a group; None if there are none.
-
-    A completion without any component, for example because its reward failed, has 0 in each. A
-    completion with other components has NaN for the ones that do not apply to it.
-
-    Args:
-        components: (G,), as the scorer returned them.
-        weights: Weights by name; 1 for a missing name.
-    """
-    names = sorted({name for each in components for name in each})
-    weighed = [weights.get(name, 1.0) for name in names]
-    if not names or sum(weighed) <= 0:
-        return None
-    return RewardParts(
-        [[each.get(name, math.nan if each else 0.0) for name in names] for each in components],
-        [weight / sum(weighed) for weight in weighed],
-    )
+from swarmnode.rl.advantages import advantages, zero_advantage
 
 
 @dataclass(frozen=True)
@@ -72,8 +38,6 @@ class TrainingGroup:
     """Peer id of the sender; empty for an own group."""
     was_cut: list[bool] = field(default_factory=list)
     """(G,) True if a completion ended at the length limit; empty if none did."""
-    parts: RewardParts | None = None
-    """Components of the rewards; None if rewards are single numbers."""
     learnt: list[int] = field(default_factory=list)
     """(G,) number of leading ids of a peer's completion that are trained on if its advantage is
     positive; otherwise none are. Empty: all ids of all completions."""
@@ -113,9 +77,7 @@ class Rows:
         return [i for i, is_live in enumerate(live) if is_live and self.external[i] == external]
 
 
-def own_group(
-    sample: GroupSample, rewards: Sequence[float], parts: RewardParts | None = None
-) -> TrainingGroup:
+def own_group(sample: GroupSample, rewards: Sequence[float]) -> TrainingGroup:
     """Return a group that this node sampled, with the rewards of the scorer."""
     rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
@@ -125,7 +87,6 @@ def own_group(
         list(rewards),
         [1.0] * len(rows),
         was_cut=was_cut,
-        parts=parts,
     )
 
 
@@ -160,27 +121,6 @@ def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
     """Return the share of `groups` whose rewards are all equal; None without groups."""
     silent = [bool(zero_advantage(torch.tensor([g.rewards]))) for g in groups]
     return sum(silent) / len(silent) if silent else None
-
-
-def components(group: TrainingGroup, shape_to: int) -> RewardParts:
-    """Return the reward components of each completion, with `shape_to` including its length
-    penalty.
-
-    The penalty is computed alike for own and peers' groups, from the tokens and not from claims.
-
-    Args:
-        shape_to: Length limit of the overlong penalty in tokens; 0 disables it.
-    """
-    earned = group.parts or RewardParts([[reward] for reward in group.rewards], [1.0])
-    if not shape_to:
-        return earned
-    cut = group.was_cut or [False] * len(group.rows)
-    lengths = [row.longest_turn for row in group.rows]
-    values = [
-        [*r, -overlong_penalty(n, c, shape_to)]
-        for r, n, c in zip(earned.values, lengths, cut, strict=True)
-    ]
-    return RewardParts(values, [*earned.weights, 1.0])
 
 
 @dataclass(frozen=True)
@@ -218,31 +158,20 @@ def assemble(
     groups: Sequence[TrainingGroup],
     estimator: str,
     *,
-    shape_to: int = 0,
     mask_cut: bool = False,
     per_sequence: bool = False,
 ) -> Rows:
     """Compute the advantages of every group and concatenate all rows. Groups may differ in G.
 
-    Reward components and the length penalty stay separate: `gdpo` normalises each separately, and
-    the other estimators add them up by their weights.
-
     Args:
-        shape_to: Length limit in tokens of a completion, or of a turn in an episode; the overlong
-            penalty applies near it. 0 is off.
         mask_cut: Exclude completions that ended at the length limit from training.
         per_sequence: True if the objective divides each completion by its length (`grpo`).
             A partly trained completion is then weighted by its trained share.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
-    earned = [components(g, shape_to) for g in groups]
-    kinds = [
-        (len(g.rewards), tuple(parts.weights)) for g, parts in zip(groups, earned, strict=True)
-    ]
-    for kind in sorted(set(kinds)):
-        which = [i for i, each in enumerate(kinds) if each == kind]
-        rewards, weights = torch.tensor([earned[i].values for i in which]), kind[1]
-        values = advantages(rewards, estimator, weights)
+    for size in {len(group.rewards) for group in groups}:
+        which = [i for i, group in enumerate(groups) if len(group.rewards) == size]
+        values = advantages(torch.tensor([groups[i].rewards for i in which]), estimator)
         for i, row in zip(which, values, strict=True):
             per_group[i] = row
     was_cut = [cut for g in groups for cut in g.was_cut or [False] * len(g.rows)]

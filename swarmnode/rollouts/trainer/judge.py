@@ -50,10 +50,9 @@ from swarmnode.rl.corrections import (
 )
 from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.rollouts.trainer.batch import TrainingGroup, episode_row, reward_parts
+from swarmnode.rollouts.trainer.batch import TrainingGroup, episode_row
 from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget, asked_tokens, needed_only
 from swarmnode.rollouts.trainer.quota import TokenQuota
-from swarmnode.tasks.registry import task_weights
 from swarmnode.wire.tensors import unpack_logprobs
 
 RowScores = tuple[list[float], list[float]]
@@ -208,7 +207,6 @@ def _weighed(
     comparable = own if reported == temperature else _numbers(*_scored(score, [rows], reported))
     compare(group, [chosen for chosen, _ in _at_sampled(rows, comparable)], policy, checks)
     was_cut = [completion.finish == "length" for completion in group.group.completions]
-    parts = reward_parts(group.components, task_weights(group.group.task.id))
     chosen = [each for each, _ in own]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
@@ -219,7 +217,6 @@ def _weighed(
         weights,
         group.peer,
         was_cut,
-        parts=parts,
         learnt=learnt,
     )
 

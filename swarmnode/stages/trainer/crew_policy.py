@@ -261,7 +261,7 @@ class CrewPolicy:
                 memory.ran_out(largest)
         return scored
 
-    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         """Take one step, as `Updater.update`.
 
         Raises:
@@ -270,7 +270,7 @@ class CrewPolicy:
         own, external = trained(rows, self._training)
         if not own and not external:
             return UpdateStatistics(stepped=False, skipped="no_signal")
-        done = self._learn(rows, own + external, frozenset(), rate)
+        done = self._learn(rows, own + external, frozenset())
         if done.stepped or not own or not external:
             # stages do not report whose tokens were effective
             return replace(done, effective_own=None) if external else done
@@ -278,11 +278,9 @@ class CrewPolicy:
         refused: dict[int, Outcome] = dict.fromkeys(
             (rows.groups[i] for i in external), "no_gradient"
         )
-        return replace(self._learn(rows, own, frozenset(refused), rate), refused=refused)
+        return replace(self._learn(rows, own, frozenset(refused)), refused=refused)
 
-    def _learn(
-        self, rows: Rows, indices: list[int], without: frozenset[int], rate: float | None
-    ) -> UpdateStatistics:
+    def _learn(self, rows: Rows, indices: list[int], without: frozenset[int]) -> UpdateStatistics:
         """Take one step with some of the rows. Repeat a step whose call ended with its crew.
 
         Args:
@@ -300,7 +298,7 @@ class CrewPolicy:
             )
             for i in indices
         ]
-        divisor, rate = normalizer(rows, cfg, without), cfg.learning_rate if rate is None else rate
+        divisor, rate = normalizer(rows, cfg, without), cfg.learning_rate
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in learn]
         groups = [row.group for row in learn]
         before = math.inf

@@ -654,7 +654,6 @@ def test_reward_weights_are_part_of_the_task_version(tmp_path, rewards):
         installed(tmp_path, verifier="rewards_of_mine:both", weights=weights)
         versions.add(registry.task_version(NAME))
     assert len(versions) == 2
-    assert registry.task_weights(NAME) == {"correct": 3.0}
     with Scorer() as scorer:
         scored = scorer.score(ref(), ["right", "much too long", "no", "x" * 90_000])
     assert scored.rewards == [1.0, 0.0, 0.25, 0.0]

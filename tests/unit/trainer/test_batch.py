@@ -10,11 +10,9 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import (
-    RewardParts,
     TrainingGroup,
     assemble,
     own_group,
-    reward_parts,
     silent_share,
 )
 
@@ -65,7 +63,7 @@ def test_groups_of_different_size_share_a_batch(sample):
     assert rows.advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, -0.5]
 
 
-def test_truncated_completions_can_be_masked_or_penalised(sample):
+def test_truncated_completions_can_be_masked(sample):
     useful = own_group(sample, [1.0, 1.0, 0.0, 0.0])
     ended = replace(useful, was_cut=[False] * 4)
     cut = replace(useful, was_cut=[False, True, False, False])
@@ -74,59 +72,12 @@ def test_truncated_completions_can_be_masked_or_penalised(sample):
     assert rows.masked == {5, 9}
     assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1]
     assert rows.advantages.tolist() == [0.5, 0.5, -0.5, -0.5] * 3
-    rows = assemble([ended, cut, theirs], "dr_grpo", shape_to=1000)
-    assert rows.masked == frozenset()
-    assert rows.advantages.tolist() == [0.5, 0.5, -0.5, -0.5] + [0.75, -0.25, -0.25, -0.25] * 2
 
 
 def test_own_groups_know_which_of_their_completions_were_cut(sample):
     assert own_group(sample, [0.0] * 4).was_cut == [
         c.finish == "length" for c in sample.completions
     ]
-
-
-def test_gdpo_normalises_reward_and_length_separately(sample):
-    group = replace(own_group(sample, [1.0, 1.0, 0.0, 0.0]), was_cut=[False, True, False, True])
-    normal = lambda values: (values - values.mean()) / values.std()
-    both = normal(torch.tensor([1.0, 1.0, 0.0, 0.0])) + normal(torch.tensor([0.0, -1.0, 0.0, -1.0]))
-    assert torch.allclose(
-        assemble([group], "gdpo", shape_to=1000).advantages, normal(both), atol=1e-3
-    )
-    total = normal(torch.tensor([1.0, 0.0, 0.0, -1.0]))
-    assert torch.allclose(assemble([group], "grpo", shape_to=1000).advantages, total, atol=1e-3)
-    # in a sum, the larger scale hides the smaller one
-    small = replace(group, rewards=[0.1, 0.1, 0.0, 0.0])
-    assert torch.allclose(
-        assemble([small], "gdpo", shape_to=1000).advantages, normal(both), atol=0.01
-    )
-    assert not torch.allclose(assemble([small], "grpo", shape_to=1000).advantages, total, atol=0.2)
-
-
-def test_components_have_their_weights_and_gdpo_normalises_each(sample):
-    made_of = [
-        {"right": 1.0, "short": 0.1},
-        {"right": 1.0, "short": 0.0},
-        {"right": 0.0, "short": 0.1},
-        {},
-    ]
-    parts = reward_parts(made_of, {"right": 3.0})
-    assert parts == RewardParts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
-    group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
-    plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
-    assert torch.allclose(
-        assemble([group], "grpo").advantages, assemble([plain], "grpo").advantages, atol=1e-5
-    )
-    normal = lambda values: (values - values.mean()) / values.std()
-    right, short = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0.1, 0.0, 0.1, 0.0])
-    wanted = normal(0.75 * normal(right) + 0.25 * normal(short))
-    assert torch.allclose(assemble([group], "gdpo").advantages, wanted, atol=1e-2)
-    assert not torch.allclose(assemble([plain], "gdpo").advantages, wanted, atol=1e-2)
-    # groups of other components are normalised by themselves
-    both = assemble([group, plain], "gdpo").advantages
-    assert torch.allclose(both[:4], wanted, atol=1e-2)
-    assert reward_parts([], {}) is None
-    assert reward_parts([{}, {}], {}) is None
-    assert reward_parts([{"a": 1.0}], {"a": 0.0}) is None
 
 
 def test_peer_group_is_learnt_up_to_an_improbable_token(sample):

@@ -210,7 +210,7 @@ def test_refused_step_is_skipped_with_its_reason(refusal, skipped):
 def test_peers_rows_that_fail_a_step_are_excluded():
     policy, taken = policy_of(Crew()), []
 
-    def learn(rows, indices, without, rate):
+    def learn(rows, indices, without):
         taken.append((indices, without))
         return UpdateStatistics(stepped=not any(rows.external[i] for i in indices))
 

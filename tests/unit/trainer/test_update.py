@@ -16,7 +16,7 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer import update as module
-from swarmnode.trainer.update import WARMUP_STEPS, Updater, learning_rate, normalizer, trained
+from swarmnode.trainer.update import Updater, normalizer, trained
 
 PROMPTS = [
     "What is 3 + 4?",
@@ -171,49 +171,7 @@ def test_a_kl_penalty_holds_the_policy_back(base, rows):
         Updater(policy, TrainingConfig(beta=0.1), MicroBatcher(10_000))
 
 
-def rates(steps, **keys):
-    cfg = TrainingConfig(learning_rate=2.0, **keys)
-    return [learning_rate(cfg, step) for step in range(steps)]
-
-
-def test_warm_up_starts_with_a_positive_rate():
-    warm = rates(30, options=["warmup"])
-    assert warm[:20] == pytest.approx([2.0 * (step + 1) / (WARMUP_STEPS + 1) for step in range(20)])
-    assert warm[20:] == [2.0] * 10
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_learning_rate_schedule_equals_transformers(name):
-    from transformers import get_scheduler
-
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=40)
-    theirs = []
-    for _ in range(40):
-        theirs.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    ours = rates(40, options=[name], max_steps=40)
-    assert ours == pytest.approx(theirs)
-    assert ours[0] == 2.0
-    assert 0 < ours[-1] < 0.1
-    warm = rates(40, options=["warmup", name], max_steps=40)
-    assert max(warm) == warm[WARMUP_STEPS] == 2.0
-
-
-def test_step_uses_the_given_learning_rate(base, rows):
-    policy = base.clone()
-    updater = Updater(policy, TrainingConfig(learning_rate=1e-3), MicroBatcher(10_000))
-    updater.update(rows, 0.0)
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(policy.model.parameters(), base.model.parameters(), strict=True)
-    )
-    updater.update(rows)
-    assert updater.optimizer.param_groups[0]["lr"] == 1e-3
-
-
-@pytest.mark.parametrize("options", [["linear"], ["linear", "cosine"], ["nonsense"]])
+@pytest.mark.parametrize("options", [["tis", "icepop"], ["nonsense"]])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ValueError, match="options"):
         TrainingConfig(options=options)

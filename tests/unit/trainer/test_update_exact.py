@@ -18,7 +18,7 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import BAND, CAP
-from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble, reward_parts
+from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 
 PAD, EOS, LENGTH = 0, 1, 7
@@ -315,7 +315,6 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
     [
         ("grpo", dict(scale_rewards="group")),
         ("dr_grpo", dict(scale_rewards="none")),
-        ("gdpo", dict(multi_objective_aggregation="normalize_then_sum")),
     ],
 )
 def test_four_steps_on_rewards_of_several_components_are_trls(
@@ -365,11 +364,7 @@ def test_four_steps_on_rewards_of_several_components_are_trls(
         ]
         rewards = [sum(weights[f] * value for f, value in each.items()) for each in made_of]
         sampler = [[0.0] * len(completion) for _, completion in chosen[of]]
-        groups.append(
-            TrainingGroup(
-                chosen[of], sampler, rewards, [1.0] * 4, parts=reward_parts(made_of, weights)
-            )
-        )
+        groups.append(TrainingGroup(chosen[of], sampler, rewards, [1.0] * 4))
     rows = assemble(groups, estimator)
     assert rows.advantages.abs().max() > 0.1
     assert torch.allclose(rows.advantages, batch["advantages"], atol=1e-4)
