@@ -34,7 +34,6 @@ def check_group(group):
     counter(task["seed"], group["policy_version"], group["created_at"], group["sequence"])
     require(task["seed"] % 2 ** COUNTS["index_bits"] == 0)
     require(0 <= task["index"] < 2 ** COUNTS["index_bits"])
-    require(0 <= task["difficulty"] <= COUNTS["difficulty"])
     require(len(group["model"]) == len(group["tokenizer"]) == BYTES["fingerprint"])
     check_sampling(**sampling)
     require(COUNTS["min_completions"] <= len(completions) <= COUNTS["completions"])
@@ -197,8 +196,8 @@ def group_reason(group, peer, given, swarm):
     turns = given.get("turns", {})
     tasks = {task: (version, turns.get(task, 1)) for task, version in given["tasks"].items()}
     models = [tuple(map(bytes.fromhex, model)) for model in given.get("models", ())]
-    choice, rules = given.get("chooses", False), given.get("rules")
-    if reason := TEXT.fault(group, peer, swarm, tasks, choice, rules, models):
+    rules = given.get("rules")
+    if reason := TEXT.fault(group, peer, swarm, tasks, rules, models):
         return reason
     texts = (completion["text"] for completion in group["completions"])
     return "charset" if any(map(TEXT.UNWANTED.search, texts)) else None

@@ -313,8 +313,6 @@ class DatasetConfig(Section):
     """Column of the question. For an environment: field of its observation."""
     answer: str = "answer"
     """Column of the right answer. For an environment: field of an action that holds the answer."""
-    difficulty: str | None = None
-    """Column of a row's difficulty. It has at most 16 different values."""
     verifier: str = "exact"
     """Verifier: exact, numeric, choice, set, boxed, math, json, json_schema (docs/verifiers.md), or
     your own reward function, `module:function`."""
@@ -361,10 +359,10 @@ class TaskConfig(Section):
     modules: list[str] = []
     """Your own tasks, as `package.module:function`. List them in `names` too. See
     [own-task.md](own-task.md)."""
-    settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
+    settings: dict[str, dict[str, bool | int | float | str]] = {}
     """Arguments of a task by its name. For your own task: arguments of its function, and `turns`,
     the maximum number of actions per episode, 1 to 32. For a built-in task: numbers of its
-    generator (in a list, one per difficulty), and `extract`, the place of the answer."""
+    generator, and `extract`, the place of the answer."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
     them in `names` too. [own-task.md](own-task.md) describes the keys."""

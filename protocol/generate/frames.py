@@ -57,7 +57,6 @@ GROUP: dict[str, Any] = {
         "version": TASKS["rg/chain_sum"],
         "seed": 5 << 20,
         "index": 7,
-        "difficulty": 0,
     },
     "model": b"\x11" * 32,
     "tokenizer": b"\x22" * 32,

@@ -314,7 +314,6 @@ OUT_OF_BOUNDS: tuple[tuple[str, Any], ...] = (
     ("task.seed", 5),
     ("task.seed", 2**64 - 2**20),
     ("task.index", 2**20),
-    ("task.difficulty", 256),
     ("model", b"\x11" * 31),
     ("model", b""),
     ("created_at", 2**64 - 1),
@@ -455,10 +454,10 @@ def hostile_compression() -> Iterator[Vector]:
     yield rejected("schema", "compressed, but codec says raw", sealed(good))
 
 
-def asked(sequence: int = 7, task: str = "rg/chain_sum", difficulty: int = 0) -> dict[str, Any]:
+def asked(sequence: int = 7, task: str = "rg/chain_sum") -> dict[str, Any]:
     """Return a group with the seed and index of its question."""
-    seed, index = task_seed(SWARM, PEER, sequence, task, difficulty)
-    address = {"id": task, "seed": seed, "index": index, "difficulty": difficulty}
+    seed, index = task_seed(SWARM, PEER, sequence, task)
+    address = {"id": task, "seed": seed, "index": index}
     return {**GROUP, "sequence": sequence, "task": {**GROUP["task"], **address}}
 
 
@@ -528,17 +527,8 @@ def admission() -> Iterator[Vector]:
     yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
     yield case("reject seed", "another sequence", {**honest, "sequence": 8})
     yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
-    for name, task, value in (
-        ("another task than the seed is for", "id", "builtin/copy"),
-        ("another difficulty than the seed is for", "difficulty", 1),
-    ):
-        yield case(
-            "reject seed", name, changed(asked(difficulty=3), f"task.{task}", value), chooses=True
-        )
-    yield case("accept", "a chosen difficulty", asked(difficulty=3), chooses=True)
-    yield case("accept", "the largest difficulty", asked(difficulty=255), chooses=True)
-    yield case("accept", "the difficulty 0 where members choose", honest, chooses=True)
-    yield case("reject seed", "a difficulty where members do not choose", asked(difficulty=3))
+    another = changed(honest, "task.id", "builtin/copy")
+    yield case("reject seed", "another task than the seed is for", another)
     yield case(
         "reject seed",
         "an evaluation seed",
@@ -643,21 +633,19 @@ def derivations() -> Iterator[Vector]:
             given,
             swarm_id(name, tasks).hex(),
         )
-    for sequence, task, difficulty in (
-        *((sequence, "rg/chain_sum", 0) for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901)),
-        (7, "rg/chain_sum", 1),
-        (7, "rg/gcd", 1),
-        (2**63 - 1, "builtin/copy", 255),
+    for sequence, task in (
+        *((sequence, "rg/chain_sum") for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901)),
+        (7, "rg/gcd"),
+        (2**63 - 1, "builtin/copy"),
     ):
-        seed, index = task_seed(SWARM, PEER, sequence, task, difficulty)
+        seed, index = task_seed(SWARM, PEER, sequence, task)
         given = {
             "swarm": SWARM.hex(),
             "peer": PEER,
             "sequence": sequence,
             "task": task,
-            "difficulty": difficulty,
         }
-        name = f"seed and index of question {sequence}, {task} at difficulty {difficulty}"
+        name = f"seed and index of question {sequence}, {task}"
         yield derived(name, "task_seed", given, {"seed": seed, "index": index})
     for task, block in (("rg/chain_sum", 0), ("rg/chain_sum", 2**64 - 1), ("builtin/copy", 0)):
         given = {"task": task, "block": block}

@@ -45,8 +45,6 @@ class Member:
     """None in a swarm without a manifest."""
     network: Libp2pNetwork
     successors: Successors | None
-    members_choose_difficulty: bool
-    """True if members choose the difficulty of their questions."""
     meets_rules: Callable[[RolloutGroup], bool]
     """Returns True for a group that the swarm's manifest allows."""
 
@@ -75,9 +73,8 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         raise RestartWanted("another manifest was chosen after this process was configured")
     if opened is None:
         secret, members = None, None
-        speaks = manifest.required_protocols(config.task.names)
         swarm = swarm_id(
-            config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks
+            config.swarm.name, {name: task_version(name) for name in config.task.names}
         )
     else:
         refuse_if_any(can_honour(opened.manifest, config, identity.peer_id, trains=trains), opened)
@@ -98,8 +95,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         meets_rules = (
             manifest.group_check(opened.manifest) if opened is not None else lambda group: True
         )
-        choose = manifest.members_choose_difficulty(opened, config.task.names)
-        yield Member(identity, swarm, opened, network, successors, choose, meets_rules)
+        yield Member(identity, swarm, opened, network, successors, meets_rules)
 
 
 class Successors:

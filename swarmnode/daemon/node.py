@@ -71,10 +71,7 @@ async def run(config: Config, progress: Progress) -> None:
             scorer,
             Credentials(key, member.swarm),
             GroupRules(
-                config.task.names,
-                config.training.max_completion_length,
-                member.meets_rules,
-                member.members_choose_difficulty,
+                config.task.names, config.training.max_completion_length, member.meets_rules
             ),
             config.sharing,
             allows=meter.allows,

@@ -115,8 +115,6 @@ class GroupRules:
     """This node's limit, tokens."""
     meets_rules: Callable[[RolloutGroup], bool] = lambda group: True
     """Returns True if the swarm's manifest allows a group."""
-    members_choose_difficulty: bool = False
-    """True if the swarm's members choose the difficulty of their questions."""
 
 
 class PolicyFacts(Protocol):

@@ -98,19 +98,6 @@ class Terms:
     predecessor: bytes = b""
 
 
-def required_protocols(tasks: Collection[str]) -> tuple[str, ...]:
-    """Return the protocols and rules of a swarm with these tasks."""
-    levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
-    return ids.CHOICE_PROTOCOLS if levels > 1 else ids.PROTOCOLS
-
-
-def members_choose_difficulty(opened: VerifiedManifest | None, tasks: Collection[str]) -> bool:
-    """Return True if members choose the difficulty of their questions. The manifest decides;
-    without a manifest, the tasks do."""
-    protocols = opened.manifest.protocols if opened is not None else required_protocols(tasks)
-    return ids.CHOICE_RULE in protocols
-
-
 def draft(
     config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms
 ) -> SwarmManifest:
@@ -143,7 +130,7 @@ def draft(
         created_at=terms.created_at,
         predecessor=terms.predecessor,
         minimum_version=__version__,
-        protocols=sorted(required_protocols(config.task.names)),
+        protocols=sorted(ids.PROTOCOLS),
         models=list(models),
         tasks=[
             TaskEntry(name, task_version(name), settings_text(name))

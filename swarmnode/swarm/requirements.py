@@ -45,7 +45,7 @@ def can_honour(
     """
     problems = _version_problems(manifest.minimum_version)
     for name in manifest.protocols:
-        if name not in ids.SUPPORTED:
+        if name not in ids.PROTOCOLS:
             problems.append(
                 f"it requires the protocol {name}, which this version does not support: upgrade"
             )

@@ -386,9 +386,6 @@ def prepare(
         )
     if not is_address(ref.seed, ref.index):
         raise TaskUnknown("address", f"seed {ref.seed}, index {ref.index}")
-    if not 0 <= ref.difficulty < spec.levels:
-        known = "0" if spec.levels == 1 else f"0 to {spec.levels - 1}"
-        raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only {known}")
     if len(completions) > COMPLETIONS:
         raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
     answers = list[str | None]()
@@ -404,9 +401,7 @@ def prepare(
         else:
             episodes.append([_sendable(action, spec) for action in completion])
     formulas = spec.generator == "math"
-    return Question(
-        ref.id, ref.seed, ref.index, answers, ref.difficulty, reveal, episodes, formulas
-    )
+    return Question(ref.id, ref.seed, ref.index, answers, reveal, episodes, formulas)
 
 
 def _sendable(text: str, spec: TaskSpec) -> str | None:

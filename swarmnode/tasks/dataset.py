@@ -12,12 +12,8 @@ seed addresses a row (`DatasetTask.item`), so a node cannot choose its rows.
 
     rows file:  header, a JSON line
                 ─ rows, held-out rows: 2 × u64
-                ─ held-out rows, training rows: 2 × u64 per difficulty, if there are several
                 ─ offsets: (rows + 1) × u64
                 ─ rows: msgpack [prompt, answer, columns]
-
-With a column of difficulties, each side is sorted by difficulty first, and a share of each
-difficulty is held out.
 """
 
 from __future__ import annotations
@@ -56,9 +52,7 @@ LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
 FETCH_SECONDS = 3600.0
-FORMAT = 4
-LEVELS = 16
-"""Maximum number of difficulties of a task."""
+FORMAT = 5
 
 NESTING = 32
 """Maximum nesting of lists and objects in one column."""
@@ -70,9 +64,6 @@ ROW_CHARACTERS = 1000
 """Length of a row that is shown."""
 RESERVED = ("prompts", "completions")
 """Arguments of every reward function, which therefore cannot be columns."""
-
-Value = str | int | float | bool | None
-"""Difficulty of a row; None without a column of difficulties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +77,6 @@ class Source:
     rows: int
     held_out: int
     """Number of held-out rows, which come first; at least 1."""
-    levels: int
-    """Number of difficulties; 1 without a column of difficulties."""
     choices: str = ""
     """Letters of all right answers, for the verifier `choice`."""
     origin: str = ""
@@ -148,14 +137,13 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         rows = list(_read_rows(where, config, lines))
     choices = ""
     if config.verifier == "choice":
-        choices = "".join(sorted({read_letter(row[1]) for row, _ in rows}))
-    body, count, held_out, levels = _arrange(where, rows, config.held_out)
+        choices = "".join(sorted({read_letter(row[1]) for row in rows}))
+    body, count, held_out = _arrange(where, rows, config.held_out)
     content = hashlib.blake2b(body, digest_size=16).hexdigest()
     header = {
         "format": FORMAT,
         "rows": count,
         "held_out": held_out,
-        "levels": levels,
         "content": content,
         "choices": choices,
     }
@@ -168,7 +156,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
         if former != rows_file:
             former.unlink(missing_ok=True)
-    return Source(str(rows_file), content, count, held_out, levels, choices, origin)
+    return Source(str(rows_file), content, count, held_out, choices, origin)
 
 
 def check_question_settings(where: str, config: DatasetConfig) -> None:
@@ -191,7 +179,7 @@ def _cache_key(config: DatasetConfig, file: Path | None, code: str) -> str:
         code: Hash of the code that makes the rows; empty without code.
     """
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
-    seen += [config.prompt, config.answer, config.difficulty, config.held_out]
+    seen += [config.prompt, config.answer, config.held_out]
     # The verifier has checked the answers, and decides whether other columns are stored.
     seen.append(config.verifier)
     if code:
@@ -213,7 +201,6 @@ def _read_header(path: Path, origin: str) -> Source | None:
             header["content"],
             header["rows"],
             header["held_out"],
-            header["levels"],
             header["choices"],
             origin,
         )
@@ -232,9 +219,7 @@ def _convert(where: str, config: DatasetConfig, file: Path | None, scratch: Path
         "revision": config.revision,
         "subset": config.subset,
         "split": config.split,
-        "columns": [config.prompt, config.answer, config.difficulty]
-        if config.verifier in VERIFIERS
-        else None,
+        "columns": [config.prompt, config.answer] if config.verifier in VERIFIERS else None,
         "out": str(lines),
         "bytes": 2 * FILE_BYTES,
     }
@@ -263,8 +248,8 @@ Row = tuple[str, str, dict[str, Any]]
 empty or not a text is among these columns, unchanged."""
 
 
-def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row, Value]]:
-    """Read and check every line. Yield each row and its difficulty. Raises ConfigError."""
+def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[Row]:
+    """Read and check every line. Yield each row. Raises ConfigError."""
     verifier = VERIFIERS.get(config.verifier)
     first = dict[str, str]()
     """Column of the first row → kind of its value, for a reward function."""
@@ -297,10 +282,9 @@ def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple
                         if name != config.prompt
                         and not (name == config.answer and isinstance(value, str) and value)
                     }
-                difficulty = _read_difficulty(config.difficulty, columns)
             except ValueError as error:
                 raise ConfigError(f"{where}: {config.source}, row {number}{error}") from None
-            yield (prompt, answer, further), difficulty
+            yield prompt, answer, further
 
 
 # The checks of one row raise ValueError with a text that follows the row's number.
@@ -344,12 +328,8 @@ def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
     """Check that the row has the columns that the configuration names. A reward function
     needs no answer, so the column with the default name may be missing for it.
     """
-    for key, name in (
-        ("prompt", config.prompt),
-        ("answer", config.answer),
-        ("difficulty", config.difficulty),
-    ):
-        if name is None or name in columns:
+    for key, name in (("prompt", config.prompt), ("answer", config.answer)):
+        if name in columns:
             continue
         if (
             key == "answer"
@@ -451,20 +431,6 @@ def _check_kinds(columns: Mapping[str, object], first: dict[str, str]) -> None:
             )
 
 
-def _read_difficulty(name: str | None, columns: Mapping[str, Any]) -> Value:
-    """Return a number or a text, or None without a column of difficulties."""
-    if name is None:
-        return None
-    value: Value = columns[name]
-    _check(name, value)
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(
-            f": column {name!r} is {_describe_kind(value)}, neither a number nor a text: it cannot"
-            " be a difficulty"
-        )
-    return value
-
-
 def _check(name: str, value: object, *, integers: bool = True) -> None:
     """Check one column.
 
@@ -526,64 +492,31 @@ def _read_lines(where: str, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]
             yield number, line
 
 
-def _arrange(
-    where: str, rows: Sequence[tuple[Row, Value]], share: float
-) -> tuple[bytes, int, int, int]:
-    """Return (body of the rows file, rows, held-out rows, difficulties).
-
-    Equal rows are stored once. A question with two difficulties has the easier one.
+def _arrange(where: str, rows: Sequence[Row], share: float) -> tuple[bytes, int, int]:
+    """Return (body of the rows file, rows, held-out rows). Equal rows are stored once.
 
     Args:
-        share: Share of the rows of each difficulty that is held out.
+        share: Share of the rows that is held out.
     """
-    values = sorted(
-        {value for _, value in rows} or {None}, key=lambda value: (isinstance(value, str), value)
-    )
-    if len(values) > LEVELS:
+    packed = {msgspec.msgpack.encode(row): _hash_prompt(row[0]) for row in rows}
+    blobs = sorted(packed, key=lambda blob: (packed[blob], blob))
+    held_out = max(1, round(len(blobs) * share))
+    while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
+        held_out += 1  # the same question with another answer stays on this side
+    if held_out >= len(blobs):
         raise ConfigError(
-            f"{where}: difficulty has {len(values)} different values, more than {LEVELS}: put them"
-            " into classes"
+            f"{where}: {len(blobs)} different rows are too few to train on some and hold others out"
         )
-    level_of = {value: level for level, value in enumerate(values)}
-    levels: dict[bytes, int] = {}  # question → difficulty
-    for row, value in rows:
-        order = _hash_prompt(row[0])
-        levels[order] = min(level_of[value], levels.get(order, LEVELS))
-    packed = {msgspec.msgpack.encode(row): _hash_prompt(row[0]) for row, _ in rows}
-    sides: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])
-    for level, value in enumerate(values):
-        blobs = sorted(
-            (blob for blob, order in packed.items() if levels[order] == level),
-            key=lambda blob: (packed[blob], blob),
-        )
-        held_out = max(1, round(len(blobs) * share))
-        while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
-            held_out += 1  # the same question with another answer stays on this side
-        if held_out >= len(blobs):
-            which = "" if value is None else f" of difficulty {value!r}"
-            raise ConfigError(
-                f"{where}: {len(blobs)} different rows{which} are too few to train on some and hold"
-                " others out"
-            )
-        sides[0].append(blobs[:held_out])
-        sides[1].append(blobs[held_out:])
-    ordered = [blob for side in sides for blobs in side for blob in blobs]
-    offsets = list(itertools.accumulate((len(blob) for blob in ordered), initial=0))
+    offsets = list(itertools.accumulate((len(blob) for blob in blobs), initial=0))
     if offsets[-1] > FILE_BYTES:
         raise ConfigError(
             f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: use a"
             " part of it"
         )
-    held_out = sum(map(len, sides[0]))
-    by_level = (
-        [len(side[level]) for level in range(len(values)) for side in sides]
-        if len(values) > 1
-        else []
-    )
-    numbers = array.array("Q", [len(ordered), held_out, *by_level, *offsets])
+    numbers = array.array("Q", [len(blobs), held_out, *offsets])
     if sys.byteorder != "little":
         numbers.byteswap()
-    return numbers.tobytes() + b"".join(ordered), len(ordered), held_out, len(values)
+    return numbers.tobytes() + b"".join(blobs), len(blobs), held_out
 
 
 def _hash_prompt(prompt: str) -> bytes:
@@ -677,25 +610,19 @@ class DatasetTask:
             )
         self._count = int.from_bytes(self._rows[start : start + 8], "little")
         held_out = int.from_bytes(self._rows[start + 8 : start + 16], "little")
-        table = 16 * source.levels if source.levels > 1 else 0
-        counts = array.array("Q", self._rows[start + 16 : start + 16 + table])
-        if sys.byteorder != "little":
-            counts.byteswap()
-        counts = counts or array.array("Q", [held_out, self._count - held_out])
-        self._held_out = _level_ranges(0, counts[0::2])
-        self._training = _level_ranges(held_out, counts[1::2])
-        self._offsets = start + 16 + table
+        self._held_out, self._training = range(held_out), range(held_out, self._count)
+        self._offsets = start + 16
         self._first = self._offsets + 8 * (self._count + 1)
         self._decode = msgspec.msgpack.Decoder(Row).decode
 
-    def item(self, seed: int, index: int, difficulty: int = 0) -> Item:
+    def item(self, seed: int, index: int) -> Item:
         """Return the question at (seed, index): a held-out row for an evaluation seed, otherwise a
         training row.
 
         A block of 2**20 indices starts at a row that the seed's hash decides and continues row by
         row, so every row occurs once before a row occurs twice.
         """
-        prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
+        prompt, answer, columns = self._row(self._row_at(seed, index))
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
             function, given = self._reward, self._named_columns(prompt, answer, columns)
@@ -710,18 +637,18 @@ class DatasetTask:
         verifier = self._verifier
         return Item(question, answer, lambda text: verifier.reward(text, answer))
 
-    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
+    def start(self, seed: int, index: int) -> tuple[str, Callable[[str], Any]]:
         """Begin the episode of the question at (seed, index). The environment receives the columns
         that it has parameters for, the prompt inside the template, `seed` and `turns`.
         """
         assert self._environment is not None
-        prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
+        prompt, answer, columns = self._row(self._row_at(seed, index))
         given = self._named_columns(self._template.replace("{prompt}", prompt), answer, columns)
         own_seed = {"seed": seeds.environment_seed(seed, index), own.TURNS: self.turns}
         return self._environment(**tools.select_arguments(self._environment, {**given, **own_seed}))
 
-    def _row_at(self, seed: int, index: int, difficulty: int) -> int:
-        rows = (self._held_out if seeds.is_evaluation(seed) else self._training)[difficulty]
+    def _row_at(self, seed: int, index: int) -> int:
+        rows = self._held_out if seeds.is_evaluation(seed) else self._training
         return rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
 
     def _named_columns(
@@ -749,7 +676,7 @@ class DatasetTask:
         """Judge the right answers of a few rows inside the sandbox, so that errors appear at the
         start. Raises ConfigError.
         """
-        for row in {0, self._training[0].start, self._count - 1}:
+        for row in {0, self._training.start, self._count - 1}:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
@@ -762,14 +689,6 @@ class DatasetTask:
                 raise ConfigError(
                     f"task.datasets.{self._task} does not work: {owner_code.one_line(error)}"
                 ) from error
-
-
-def _level_ranges(first: int, counts: Sequence[int]) -> list[range]:
-    """Return the range of rows of each difficulty; the first begins at row `first`."""
-    return [
-        range(start, end)
-        for start, end in itertools.pairwise(itertools.accumulate(counts, initial=first))
-    ]
 
 
 def load(

@@ -52,7 +52,7 @@ class EpisodeTask(Protocol):
     def weights(self) -> Mapping[str, float]:
         """Component name → weight in the reward."""
 
-    def start(self, seed: int, index: int, difficulty: int) -> tuple[str, Callable[[str], Any]]:
+    def start(self, seed: int, index: int) -> tuple[str, Callable[[str], Any]]:
         """Begin the episode of the question at an address. Return its first text and the
         environment.
         """
@@ -110,7 +110,7 @@ class Player:
     ) -> EpisodeRun:
         """Return a copy of the episode after `history`; later turns do not change it. Raises
         the exceptions of the environment's start."""
-        address = (question.task, question.seed, question.index, question.difficulty)
+        address = (question.task, question.seed, question.index)
         run = self._live.pop((address, history), None)
         if run is None and history:
             run = self._live.pop((address, history[:-1]), None)
@@ -137,7 +137,7 @@ def check_episode(name: str, task: EpisodeTask) -> None:
 
 def _start_run(task: EpisodeTask, question: Question) -> EpisodeRun:
     seed_random(seeds.environment_seed(question.seed, question.index))
-    first, step = task.start(question.seed, question.index, question.difficulty)
+    first, step = task.start(question.seed, question.index)
     if not isinstance(first, str) or not callable(step):
         raise TypeError("an episode begins with (first text, step function)")
     text = clean(first, 4 * own.PROMPT_CHARACTERS)

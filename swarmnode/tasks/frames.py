@@ -36,7 +36,7 @@ class TaskUnknown(SwarmNodeError):
     """Raised, or used as a result, if this node cannot regenerate a question.
 
     Attributes:
-        reason: task, version, address or difficulty.
+        reason: task, version or address.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -105,7 +105,6 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     index: int
     answers: list[str | None]
-    difficulty: int = 0
     reveal: bool = False
     """Return the right answer too: for `swarmnode task try`."""
     actions: list[list[str | None]] = []

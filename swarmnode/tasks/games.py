@@ -94,7 +94,7 @@ class GameTask:
         except Exception as error:
             raise ConfigError(f"{task} cannot be loaded: {owner_code.one_line(error)}") from error
 
-    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Step]:
+    def start(self, seed: int, index: int) -> tuple[str, Step]:
         return self._begin(seeds.environment_seed(seed, index))
 
 

@@ -97,7 +97,7 @@ class OwnTask:
             item = self._draw(f"{seed + index} {attempt}", held_out)
         return item
 
-    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
+    def start(self, seed: int, index: int) -> tuple[str, Callable[[str], Any]]:
         """Begin the episode of the question at an address. Only held-out questions have odd seeds,
         so training never begins an episode of the evaluation.
         """

@@ -92,23 +92,6 @@ class TaskSpec:
         """The task for a scorer child."""
         return frames.TaskSetup(self.id, self.source, self.rows, dict(self.settings))
 
-    @property
-    def levels(self) -> int:
-        """Number of difficulties, which are numbered from 0. It is the length of the settings that
-        are lists, or the number of values in a dataset's column of difficulties.
-        """
-        if self.rows is not None:
-            return self.rows.levels
-        return next((len(value) for value in self.settings.values() if isinstance(value, list)), 1)
-
-    def at(self, difficulty: int) -> TaskSpec:
-        """Return the task at one difficulty, 0 to `levels` − 1."""
-        only = {
-            name: value[difficulty] if isinstance(value, list) else value
-            for name, value in self.settings.items()
-        }
-        return replace(self, settings=MappingProxyType(only))
-
 
 OWN_ANSWER_BYTES = 4096
 
@@ -314,11 +297,6 @@ def install(
         if len(task) > TASK_ID_BYTES:
             raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
         arguments = MappingProxyType(dict(settings.get(task, {})))
-        if any(isinstance(value, list) for value in arguments.values()):
-            raise ConfigError(
-                f"task.settings.{task}: a list is for difficulties, which only the tasks of"
-                " reasoning-gym have"
-            )
         own.check_weights(f"task.settings.{task}", arguments)
         own.check_turns(f"task.settings.{task}", arguments)
         source, turns = owner_code.find(task), own.read_turns(arguments)
@@ -339,8 +317,8 @@ def _adjust(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
     """Return a built-in task with the owner's numbers for its generator and the owner's extraction
     method. Raises ConfigError.
 
-    A list has a number for each difficulty. Other settings of a generator, such as operators,
-    cannot change: they were chosen so that no scorer executes an answer.
+    Other settings of a generator, such as operators, cannot change: they were chosen so that no
+    scorer executes an answer.
     """
     where, numbers = (
         f"task.settings.{spec.id}",
@@ -357,26 +335,13 @@ def _adjust(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         elif spec.kind != "reasoning_gym" or name not in numbers:
             known = ", ".join(["extract", *(numbers if spec.kind == "reasoning_gym" else [])])
             raise ConfigError(f"{where}: {name!r} cannot be set; there are {known}")
-        elif not all(
-            _is_number(each, settings[name])
-            for each in (value if isinstance(value, list) else [value])
-        ):
+        elif not _is_number(value, settings[name]):
             raise ConfigError(
                 f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as"
                 f" {settings[name]}"
             )
         else:
             settings[name] = value
-    lists = {name: value for name, value in settings.items() if isinstance(value, list)}
-    if any(
-        not 2 <= len(value) <= dataset.LEVELS or len(value) != len(next(iter(lists.values())))
-        for value in lists.values()
-    ):
-        lengths = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
-        raise ConfigError(
-            f"{where}: a list has one number per difficulty, 2 to {dataset.LEVELS}, and all lists"
-            f" have the same length; here {lengths}"
-        )
     return replace(
         spec,
         settings=MappingProxyType(settings),

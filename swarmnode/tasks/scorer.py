@@ -59,21 +59,16 @@ class Judge:
         self._own = tasks or {}
         self._player = Player()
         gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
-        self._gym = {
-            spec.id: [GymTask(spec.at(difficulty)) for difficulty in range(spec.levels)]
-            for spec in gym
-        }
+        self._gym = {spec.id: GymTask(spec) for spec in gym}
 
-    def item(self, task_id: str, seed: int, index: int, difficulty: int = 0) -> builtin.Item:
+    def item(self, task_id: str, seed: int, index: int) -> builtin.Item:
         """Return the question at an address. Raises KeyError for a task that is not on the
         allow-list.
         """
         if task_id in self._gym:
-            return self._gym[task_id][difficulty].item(seed, index)
+            return self._gym[task_id].item(seed, index)
         brought = self._own.get(task_id)
-        if isinstance(brought, dataset.DatasetTask):
-            return brought.item(seed, index, difficulty)
-        if isinstance(brought, own.OwnTask):
+        if isinstance(brought, dataset.DatasetTask | own.OwnTask):
             return brought.item(seed, index)
         spec = TASKS[task_id]
         if spec.kind == "chat":
@@ -115,8 +110,7 @@ def _check_settings(judge: Judge) -> None:
     for task in changed_settings():
         for index in range(3):
             try:
-                for difficulty in range(TASKS[task].levels):
-                    judge.item(task, 0, index, difficulty)
+                judge.item(task, 0, index)
             except Exception as error:  # reasoning-gym does not check all settings
                 raise ConfigError(
                     f"task.settings.{task}: no question with these settings:"
@@ -126,14 +120,14 @@ def _check_settings(judge: Judge) -> None:
 
 def judge(
     question: frames.Question,
-    item_at: Callable[[str, int, int, int], builtin.Item],
+    item_at: Callable[[str, int, int], builtin.Item],
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> frames.Scored:
     """Judge the answers of a question. An answer whose reward function raises or returns no valid
     number has the reward 0.
     """
     try:
-        item = item_at(question.task, question.seed, question.index, question.difficulty)
+        item = item_at(question.task, question.seed, question.index)
     except (Exception, SystemExit) as error:  # only the owner's code raises  # noqa: BLE001
         return frames.Scored("", [0.0] * len(question.answers), 0, owner_code.one_line(error))
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
@@ -163,7 +157,7 @@ def judge(
 
 
 class GymTask:
-    """One reasoning-gym dataset at one difficulty. Item i with seed s depends only on
+    """One reasoning-gym dataset. Item i with seed s depends only on
     Random(s + i), so one object serves every seed.
 
     The reward is 1 for a text that is or states the dataset's answer in the dataset's spelling

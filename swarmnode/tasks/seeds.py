@@ -9,11 +9,11 @@ of 2**20 that starts a block of 2**20 items, and two blocks share no item. A see
     bits 20..61   block: 42 bits of a hash
     bits 0..19    zero: room for the index
 
-A training block follows from (swarm, peer, sequence >> 20, difficulty, task), so a receiver can
-check it. The task and the difficulty are chosen first: a node cannot search for a choice that leads
-to a question that it has seen. Blocks are random, not assigned. Of n blocks, two coincide with
-probability of about n**2 / 2**43 (1e-7 for a thousand nodes with a million groups each); these two
-nodes then have the same questions.
+A training block follows from (swarm, peer, sequence >> 20, task), so a receiver can check it. The
+task is chosen first: a node cannot search for a choice that leads to a question that it has seen.
+Blocks are random, not assigned. Of n blocks, two coincide with probability of about n**2 / 2**43
+(1e-7 for a thousand nodes with a million groups each); these two nodes then have the same
+questions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Sequence
 
 from swarmnode.wire.ids import DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
-from swarmnode.wire.limits import DIFFICULTY, INDEX_BITS, INTEGER_BITS
+from swarmnode.wire.limits import INDEX_BITS, INTEGER_BITS
 from swarmnode.wire.messages import TaskRef
 
 INDEX_SPAN = 2**INDEX_BITS
@@ -34,9 +34,7 @@ SEED_LIMIT = EVALUATION_BIT << 1
 SEQUENCE_LIMIT = 2**INTEGER_BITS
 
 
-def task_seed(
-    swarm: bytes, peer: str, sequence: int, task: str, difficulty: int = 0
-) -> tuple[int, int]:
+def task_seed(swarm: bytes, peer: str, sequence: int, task: str) -> tuple[int, int]:
     """Return the address (seed, index) of a node's question number `sequence`.
 
     Args:
@@ -44,26 +42,23 @@ def task_seed(
         peer: base58 peer id.
         sequence: the node's own counter of questions, 0 to 2**63 - 1.
         task: name of the question's task.
-        difficulty: 0 to 255; 0 where the task has none.
 
     Raises:
         ValueError: an argument is outside its range.
     """
-    if not 0 <= difficulty <= DIFFICULTY:
-        raise ValueError(f"difficulty is outside 0 to {DIFFICULTY}")
     stream = _stream(swarm, peer, sequence, sequence >> INDEX_BITS)
-    data = DOMAIN_SEED + stream + bytes([difficulty]) + task.encode()
+    data = DOMAIN_SEED + stream + task.encode()
     digest = hashlib.blake2b(data, digest_size=32).digest()
     return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
 
 
 def check_seed(swarm: bytes, peer: str, sequence: int, ref: TaskRef) -> bool:
-    """Return True if `ref` has the address of its task and difficulty for `peer` at `sequence`.
+    """Return True if `ref` has the address of its task for `peer` at `sequence`.
 
     Never raises, because all arguments may come from a peer.
     """
     try:
-        return task_seed(swarm, peer, sequence, ref.id, ref.difficulty) == (ref.seed, ref.index)
+        return task_seed(swarm, peer, sequence, ref.id) == (ref.seed, ref.index)
     except ValueError:  # an invalid length or range; UnicodeEncodeError is a ValueError too
         return False
 

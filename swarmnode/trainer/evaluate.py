@@ -70,13 +70,12 @@ def forget_other_questions(counters: Counters, questions: str) -> None:
 
 
 def held_out_refs(task: str, count: int) -> list[TaskRef]:
-    """Return the first `count` held-out questions of a task, or all if a dataset has fewer. They
-    cycle through the task's difficulties."""
-    version, seed, levels = task_version(task), evaluation_seed(task), TASKS[task].levels
+    """Return the first `count` held-out questions of a task, or all if a dataset has fewer."""
+    version, seed = task_version(task), evaluation_seed(task)
     if (rows := TASKS[task].rows) is not None:
         # A repeated question would count as an independent one in the standard error.
         count = min(count, rows.held_out)
-    return [TaskRef(task, version, seed, i // levels, i % levels) for i in range(count)]
+    return [TaskRef(task, version, seed, i) for i in range(count)]
 
 
 def standard_error(values: Sequence[float]) -> float | None:

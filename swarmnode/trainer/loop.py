@@ -34,7 +34,6 @@ from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.swarm import rollback
-from swarmnode.swarm.manifest import members_choose_difficulty
 from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.checkpoints import Checkpoints
@@ -192,8 +191,7 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        choose = members_choose_difficulty(load_current(config.node.data_dir), config.task.names)
-        self._questions = Questions(config.task.names, counters, choose)
+        self._questions = Questions(config.task.names, counters)
         self._link = link
         self._lost_messages = 0
         check_template(engine.text, scorer, config.task.names)

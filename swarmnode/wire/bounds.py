@@ -83,7 +83,6 @@ def _check_task(task: TaskRef) -> None:
     if task.seed % 2**limits.INDEX_BITS:
         raise BadMessage("bounds", "task.seed is not the start of a block")
     check_between("task.index", task.index, 0, 2**limits.INDEX_BITS - 1)
-    check_between("task.difficulty", task.difficulty, 0, limits.DIFFICULTY)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

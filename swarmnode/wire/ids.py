@@ -43,10 +43,6 @@ LISTING_PROTOCOL = "/swarmnode/listing/1"
 GROUPS_PROTOCOL = "/swarmnode/groups/1"
 """Request/response: several groups by their content ids."""
 
-CHOICE_RULE = "/swarmnode/choice/1"
-"""A rule, listed among the protocols in the manifest of a swarm whose members choose the difficulty
-of their questions."""
-
 NEIGHBOURS_PROTOCOL = "/swarmnode/neighbours/1"
 """Request/response: addresses of peers, other sessions of the requester's key, nodes' descriptions
 of themselves, a known successor. Optional, so not in `PROTOCOLS`."""
@@ -80,9 +76,3 @@ PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 
 PROTOCOLS = (GROUPS_PROTOCOL, LISTING_PROTOCOL)
 """Protocols that every member of a swarm supports, sorted; part of the swarm id."""
-
-CHOICE_PROTOCOLS = (CHOICE_RULE, GROUPS_PROTOCOL, LISTING_PROTOCOL)
-"""The same for a swarm whose members choose the difficulty of their questions."""
-
-SUPPORTED = frozenset({*PROTOCOLS, *CHOICE_PROTOCOLS})
-"""Names in a manifest that this version supports."""

@@ -135,8 +135,6 @@ INTEGER_BITS = 63
 """Counters, seeds and times are 0 to 2**63 - 1, a range that every language has a type for."""
 INDEX_BITS = 20
 """A seed block has 2**20 items."""
-DIFFICULTY = 255
-"""Maximum difficulty of a task."""
 TEMPERATURE = 100.0
 """Maximum sampling temperature."""
 TOKEN_LOGPROB = -10_000.0

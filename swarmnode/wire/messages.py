@@ -25,7 +25,6 @@ class TaskRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """First seed of a block of 2**20 items (a multiple of 2**20, below 2**63)."""
     index: int
     """Item in the block, 0 to 2**20 - 1."""
-    difficulty: int = 0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

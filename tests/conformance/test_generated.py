@@ -9,7 +9,6 @@ import pytest
 
 from protocol.generate.__main__ import files
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.wire import ids
 from swarmnode.wire.codec import DECODE_REASONS
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
@@ -23,10 +22,6 @@ def test_generated_files_are_up_to_date():
     assert written == generated.keys()
     stale = [name for name in written if (PROTOCOL / name).read_text() != generated[name]]
     assert stale == [], "run `python -m protocol.generate`"
-
-
-def test_swarm_id_covers_the_choice_rule():
-    assert tuple(sorted([*ids.PROTOCOLS, ids.CHOICE_RULE])) == ids.CHOICE_PROTOCOLS
 
 
 def test_no_domain_string_is_a_prefix_of_another():

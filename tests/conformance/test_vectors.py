@@ -120,7 +120,7 @@ def task_reward(given: dict) -> float:
     ref = TaskRef(given["task"], task_version(given["task"]), given["seed"], given["index"])
     (reward,) = judge_answers(
         prepare(ref, [given["text"]]),
-        lambda task, seed, index, _: task_vectors.item(task, seed, index),
+        task_vectors.item,
     ).rewards
     return reward
 
@@ -328,9 +328,12 @@ def test_admission_matches_the_vectors(about, vector, monkeypatch):
     for task, turns in given.get("turns", {}).items():
         spec = dataclasses.replace(TASKS[task], turns=turns)
         monkeypatch.setattr("swarmnode.rollouts.network.admission.TASKS", {**TASKS, task: spec})
-    options = {"meets_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
-        bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
+        bytes.fromhex(about["swarm"]),
+        given["own"],
+        given["tasks"],
+        SharingConfig(),
+        meets_rules=rules,
     )
     for earlier in given["after"]:
         assert not isinstance(admission.check(joined(earlier), given["now"]), Refusal)

@@ -47,7 +47,7 @@ async function ask (name, request) {
 function verified (listed, frame) {
   try {
     const { peer, group: { task, sequence, completions } } = openListed(listed, frame, DOMAINS.rollout, swarm)
-    const own = taskSeed(swarm, peer, sequence, task.id, task.difficulty)
+    const own = taskSeed(swarm, peer, sequence, task.id)
     check(task.seed === own.seed && task.index === own.index, 'seed')
     check(manifest.tasks.some(({ id, version }) => id === task.id && version === task.version), 'unknown_task')
     return { reason: null, peer, sequence, texts: completions.map(({ text }) => text) }

@@ -20,7 +20,7 @@ export const equal = (a, b) => Buffer.compare(a, b) === 0
 const ENVELOPE = { key: 'bin', payload: 'bin', signature: 'bin', codec: choice('raw', 'zstd') }
 const GROUP = tagged({
   rollout: {
-    task: { id: 'str', version: 'str', seed: 'int', index: 'int', difficulty: 'int' },
+    task: { id: 'str', version: 'str', seed: 'int', index: 'int' },
     model: 'bin', tokenizer: 'bin', policy_version: 'int', created_at: 'int', sequence: 'int',
     sampling: { temperature: 'float', top_p: 'float', max_tokens: 'int' },
     completions: [{
@@ -88,7 +88,6 @@ function checkGroup ({ task, model, tokenizer, policy_version: version, created_
   counter(task.seed, version, created, sequence)
   const items = 1n << BigInt(COUNTS.index_bits)
   check(task.seed % items === 0n && task.index >= 0n && task.index < items)
-  check(task.difficulty >= 0n && task.difficulty <= BigInt(COUNTS.difficulty))
   length(model, BYTES.fingerprint)
   length(tokenizer, BYTES.fingerprint)
   const { temperature, top_p: topP, max_tokens: most } = sampling
@@ -196,9 +195,9 @@ export function openManifest (frame) {
 
 const INDEX_BITS = BigInt(COUNTS.index_bits)
 
-export function taskSeed (swarm, peer, sequence, task, difficulty) {
+export function taskSeed (swarm, peer, sequence, task) {
   const number = Buffer.from((sequence >> INDEX_BITS).toString(16).padStart(16, '0'), 'hex') // u64be
-  const data = [DOMAINS.seed, swarm, Buffer.from(peer), number, Buffer.from([Number(difficulty)]), Buffer.from(task)]
+  const data = [DOMAINS.seed, swarm, Buffer.from(peer), number, Buffer.from(task)]
   const block = BigInt('0x' + hex(hash(Buffer.concat(data)))) >> BigInt(256 - COUNTS.block_bits)
   return { seed: block << INDEX_BITS, index: sequence & ((1n << INDEX_BITS) - 1n) }
 }

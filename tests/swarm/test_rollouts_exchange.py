@@ -2,10 +2,7 @@
 must behave alike."""
 
 import contextlib
-import math
 import random
-import re
-import string
 import time
 
 import msgspec
@@ -19,10 +16,7 @@ from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
 from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
 from swarmnode.rollouts.network.exchange import RolloutExchange
-from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.trainer.questions import Questions
-from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import ListedGroup
@@ -174,58 +168,6 @@ async def test_counts_hostile_groups_and_serves_honest_peers(kind, tmp_path):
             honest_peer = others[1][1].peer
             assert victim.authors.trust(liar.peer) < victim.authors.trust(honest_peer)
             nursery.cancel_scope.cancel()
-
-
-@pytest.fixture
-def levels():
-    registry.install([], {"rg/gcd": {"max_value": [20, 900]}})
-    yield
-    registry.install([], {"rg/gcd": {}})
-
-
-async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels):
-    """In a swarm whose members choose, between two hosts over sockets, with a long group too."""
-    rules = GroupRules(("rg/gcd",), members_choose_difficulty=True)
-    async with (
-        exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, _, _)),
-        AsyncScorer() as scorer,
-    ):
-        counters = Counters(peer=author.peer, swarm=SWARM.hex())
-        questions = Questions(["rg/gcd"], counters, True)
-        hard = [
-            (sequence, ref)
-            for sequence, ref in (questions.next() for _ in range(24))
-            if ref.difficulty == 1
-        ][: limits.LISTED]  # groups beyond one listing are never listed
-        assert len(hard) > 2
-
-        async def publish(sequence, ref, *wrong):
-            prompt = await scorer.prompt(ref)
-            right = str(
-                math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0])))
-            )
-            group = author.group(sequence, 0.0, task=ref, texts=[right, *wrong])
-            return teller.publish(
-                OwnGroup(
-                    ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong)
-                )
-            )
-
-        for sequence, ref in hard[:-1]:
-            assert await publish(sequence, ref, "x", "y", "z") == "published"
-        texts = [
-            "".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)
-        ]
-        assert await publish(*hard[-1], *texts) == "published"
-        await until(lambda: admitted(asker) == len(hard))
-        drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
-        assert {group.group.task.difficulty for group in drawn} == {1}
-        assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), (
-            "the receiver derives and scores the same question"
-        )
-        sequence, ref = hard[0]
-        await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
-        await until(lambda: asker.admission.statistics().outcomes.get("seed") == 1)
 
 
 @pytest.fixture

@@ -68,8 +68,7 @@ SECONDS = 240.0
 
 
 MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds)")
-"""Metrics that two nodes cannot show: crews, peers' clocks, a swarm whose members choose
-difficulties."""
+"""Metrics that two nodes cannot show: crews and peers' clocks."""
 
 
 def queries(nodes, member):

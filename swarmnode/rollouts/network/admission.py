@@ -2,13 +2,13 @@
 The module does no I/O, its memory is bounded, and no group can make it raise.
 
     envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ rate ─ signature ─ payload
-             ─ clock ─ sequence ─ policy version ─ difficulty, seed ─ task and its version ─ turns
+             ─ clock ─ sequence ─ policy version ─ seed ─ task and its version ─ turns
              ─ manifest ─ tokens, length, charset, token ids ─▶ Candidate
     Candidate ─ [scorer: prompt, rewards, replays of episodes] ─ rewards in range ─ replays end
               where the author's episodes end ─ rewards not all equal ─▶ ExternalGroup
 
 An author chooses neither the question nor its answer nor the reward. The question follows from the
-swarm, the author's peer id, its counter, the task and the difficulty; answer, observations and
+swarm, the author's peer id, its counter and the task; answer, observations and
 reward are recomputed here. A peer cannot re-sign copied completions: its own seed gives another
 question. Pool, draw and the judge's weight of at most 1 per completion bound the influence of
 each author.
@@ -118,7 +118,6 @@ class Admission:
         max_completion_length: This node's own limit, tokens.
         is_greylisted: Peer id → True if the peer's groups are ignored.
         meets_rules: Returns True if the swarm's manifest allows a group.
-        chooses: True if members choose the difficulty of their questions.
         version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
 
@@ -132,7 +131,6 @@ class Admission:
         max_completion_length: int = limits.TOKENS,
         is_greylisted: Callable[[str], bool] = lambda peer: False,
         meets_rules: Callable[[RolloutGroup], bool] = lambda group: True,
-        chooses: bool = False,
         version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
         self.swarm = swarm
@@ -141,7 +139,6 @@ class Admission:
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
         self.meets_rules = meets_rules
-        self.chooses = chooses
         self.version_of = version_of
         self.policy = (b"", b"")
         """Fingerprints of this node's model and tokenizer."""
@@ -315,8 +312,6 @@ class Admission:
         if signer.is_outdated(group.model, group.policy_version, OUTDATED_VERSIONS, now):
             return "outdated"
         task = group.task
-        if task.difficulty and not self.chooses:
-            return "seed"  # without the rule `/swarmnode/choice/1`, every difficulty is 0
         if not check_seed(self.swarm, signer.peer, group.sequence, task):
             return "seed"
         version = self._versions.get(task.id)

@@ -173,7 +173,6 @@ class RolloutExchange:
             max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.is_allowed(peer),
             meets_rules=rules.meets_rules,
-            chooses=rules.members_choose_difficulty,
             version_of=version_of,
         )
         self.pool = Pool()

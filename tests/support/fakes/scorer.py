@@ -68,10 +68,10 @@ class InProcessScorer:
             self._episode_tasks[spec.id] = _episode_task(spec)
         return self._episode_tasks[spec.id]
 
-    def _item(self, task_id: str, seed: int, index: int, difficulty: int) -> builtin.Item:
-        if (task_id, difficulty) not in self._tasks:
-            self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty), difficulty)
-        return self._tasks[task_id, difficulty](seed, index)
+    def _item(self, task_id: str, seed: int, index: int) -> builtin.Item:
+        if task_id not in self._tasks:
+            self._tasks[task_id] = _items(TASKS[task_id])
+        return self._tasks[task_id](seed, index)
 
 
 def _episode_task(spec: TaskSpec) -> EpisodeTask:
@@ -84,12 +84,11 @@ def _episode_task(spec: TaskSpec) -> EpisodeTask:
     return GameTask(spec.id, spec.settings)
 
 
-def _items(spec: TaskSpec, difficulty: int) -> Items:
-    """Return the questions of a task at one difficulty. Runs the code of user tasks."""
+def _items(spec: TaskSpec) -> Items:
+    """Return the questions of a task. Runs the code of user tasks."""
     if spec.rows is not None:
         settings = dataset.Settings.from_settings(spec.settings)
-        rows = dataset.build_task(spec.id, spec.rows, settings, spec.source)
-        return lambda seed, index: rows.item(seed, index, difficulty)
+        return dataset.build_task(spec.id, spec.rows, settings, spec.source).item
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings).item
     if spec.kind == "builtin":

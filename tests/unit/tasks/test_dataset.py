@@ -13,7 +13,7 @@ from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import dataset, fetch, registry
-from swarmnode.tasks.client import Scorer, TaskUnknown
+from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
@@ -140,50 +140,6 @@ def test_repeated_question_is_on_one_side(tmp_path):
     assert spec.rows.held_out % 6 == 0
 
 
-CLASSES = ["easy", 3, 1.5]
-CLASSED = [row | {"class": CLASSES[i % 3]} for i, row in enumerate(ROWS)] + [
-    ROWS[0] | {"class": 3, "note": "again"}
-]
-
-
-def test_difficulty_column_selects_rows(tmp_path):
-    spec = installed(tmp_path, CLASSED, difficulty="class")
-    assert spec.levels == 3, "1.5, 3, easy"
-    asked = {}
-    with Scorer() as scorer:
-        for difficulty in range(3):
-            for seed in (4 << 20, evaluation_seed(NAME)):
-                refs = [
-                    TaskRef(NAME, registry.task_version(NAME), seed, index, difficulty)
-                    for index in range(14)
-                ]
-                asked[difficulty, seed] = {
-                    number_of(scored.prompt)
-                    for scored in scorer.score_many([(each, []) for each in refs])
-                }
-        with pytest.raises(TaskUnknown, match="only 0 to 2"):
-            scorer.prompt(TaskRef(NAME, registry.task_version(NAME), 0, 0, 3))
-        assert scorer.statistics().failures == 0
-    everything = sorted(number for numbers in asked.values() for number in numbers)
-    assert everything == list(range(40)), "each on one side of one difficulty"
-    for (difficulty, seed), numbers in asked.items():
-        assert len(numbers) == 1 or seed == 4 << 20
-        assert {CLASSES[number % 3] for number in numbers - {0}} <= {[1.5, 3, "easy"][difficulty]}
-    assert 0 in asked[1, 4 << 20] | asked[1, evaluation_seed(NAME)], "of two difficulties the first"
-
-
-def test_difficulties_are_part_of_the_version(tmp_path):
-    installed(tmp_path)
-    versions = {registry.task_version(NAME)}
-    for rows in (CLASSED[:40], [*CLASSED[:39], CLASSED[39] | {"class": 1.5}], CLASSED[:40][::-1]):
-        installed(tmp_path, rows, difficulty="class")
-        versions.add(registry.task_version(NAME))
-    assert len(versions) == 3, "in whatever order they stand"
-    installed(tmp_path, [row | {"class": 7} for row in ROWS], difficulty="class")
-    assert registry.TASKS[NAME].levels == 1
-    assert registry.task_version(NAME) in versions, "one difficulty is none"
-
-
 def test_only_right_answers_of_the_dataset_are_choices(tmp_path):
     rows = [{"prompt": f"Question {i}?", "answer": "ABCD"[i % 4]} for i in range(40)]
     spec = installed(tmp_path, rows, verifier="choice")
@@ -246,11 +202,6 @@ def test_answers_are_read_as_what_they_mean_or_refused(tmp_path, answer, value, 
                 r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, math,"
                 r" json, json_schema or <module>:<function>"
             ),
-        ),
-        (
-            [row | {"level": None} for row in ROWS],
-            {"difficulty": "level"},
-            r"row 1: column 'level' is null: give it a value, or leave such rows out",
         ),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),

@@ -263,7 +263,7 @@ def test_control_characters_go_and_special_tokens_stay(echo):
     class Task:
         turns, weights = 4, {}
 
-        def start(self, seed, index, difficulty):
+        def start(self, seed, index):
             return "Begin\x00", lambda action: (action[4:], 0.0, False)
 
     scored = player.play(Task(), question)
@@ -307,7 +307,7 @@ def test_the_next_turn_costs_one_step(games):
     class Task:
         turns, weights = 32, {}
 
-        def start(self, seed, index, difficulty):
+        def start(self, seed, index):
             return "Go", lambda action: (taken.append(action) or "on", 0.0, False)
 
     player, actions = episodes.Player(), []
@@ -323,7 +323,7 @@ def test_memory_that_kept_episodes_hold_does_not_decide_another(games):
     class Task:
         turns, weights = 4, {}
 
-        def start(self, seed, index, difficulty):
+        def start(self, seed, index):
             held.append(seed)
 
             def step(action):

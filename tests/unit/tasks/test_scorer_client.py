@@ -62,7 +62,6 @@ def test_many_questions_come_back_in_order_over_several_frames(scorer):
         ({"version": "0" * 16}, "version"),
         ({"seed": 2**63}, "address"),
         ({"index": -1}, "address"),
-        ({"difficulty": 1}, "difficulty"),
     ],
 )
 def test_unknown_question_is_reported(scorer, changes, reason):

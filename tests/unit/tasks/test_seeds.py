@@ -26,14 +26,13 @@ peers = st.text(
 )
 sequences = st.integers(0, SEQUENCE_LIMIT - 1)
 names = st.sampled_from(sorted(TASKS))
-difficulties = st.integers(0, 255)
 
 
-def reference(seed, index, task=TASK, difficulty=0):
-    return TaskRef(task, "v", seed, index, difficulty)
+def reference(seed, index, task=TASK):
+    return TaskRef(task, "v", seed, index)
 
 
-streams = st.tuples(peers, st.integers(0, 2**43 - 1), names, difficulties)
+streams = st.tuples(peers, st.integers(0, 2**43 - 1), names)
 
 
 @given(st.sets(streams, min_size=2, max_size=40))
@@ -41,9 +40,7 @@ streams = st.tuples(peers, st.integers(0, 2**43 - 1), names, difficulties)
 def test_no_two_streams_share_an_item(streams):
     """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes,
     epochs and evaluation are disjoint."""
-    starts = [
-        task_seed(SWARM, peer, epoch * INDEX_SPAN, *choice)[0] for peer, epoch, *choice in streams
-    ]
+    starts = [task_seed(SWARM, peer, epoch * INDEX_SPAN, task)[0] for peer, epoch, task in streams]
     starts += [evaluation_seed(task, block) for task in TASKS for block in range(2)]
     starts.sort()
     assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
@@ -58,9 +55,9 @@ def test_many_nodes_and_epochs_stay_apart():
     assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
 
 
-@given(peers, sequences, names, difficulties)
-def test_training_address_is_never_held_out(peer, sequence, task, difficulty):
-    seed, index = task_seed(SWARM, peer, sequence, task, difficulty)
+@given(peers, sequences, names)
+def test_training_address_is_never_held_out(peer, sequence, task):
+    seed, index = task_seed(SWARM, peer, sequence, task)
     assert is_address(seed, index)
     assert not is_evaluation(seed)
     assert not is_evaluation(seed + index)
@@ -82,22 +79,14 @@ def test_consecutive_questions_differ(peer, sequence):
 hostile = st.integers(-(2**90), 2**90)
 
 
-@given(st.binary(max_size=40), st.text(max_size=10), hostile, hostile, hostile, hostile)
-def test_checking_hostile_numbers_refuses_and_never_raises(
-    swarm, peer, sequence, seed, index, difficulty
-):
-    assert check_seed(swarm, peer, sequence, reference(seed, index, TASK, difficulty)) is False
+@given(st.binary(max_size=40), st.text(max_size=10), hostile, hostile, hostile)
+def test_checking_hostile_numbers_refuses_and_never_raises(swarm, peer, sequence, seed, index):
+    assert check_seed(swarm, peer, sequence, reference(seed, index, TASK)) is False
 
 
 def test_checking_text_that_is_not_unicode_refuses():
     assert check_seed(SWARM, "\ud800", 0, reference(0, 0)) is False
     assert check_seed(SWARM, "peer", 0, reference(0, 0, task="\ud800")) is False
-
-
-@pytest.mark.parametrize("difficulty", [-1, 256])
-def test_difficulty_outside_its_range_is_an_error(difficulty):
-    with pytest.raises(ValueError, match="difficulty"):
-        task_seed(SWARM, "peer", 0, TASK, difficulty)
 
 
 @pytest.mark.parametrize("sequence", [-1, SEQUENCE_LIMIT])

@@ -13,7 +13,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.swarm import requirements
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks import registry
-from swarmnode.tasks.client import Scorer, TaskUnknown, check_tasks
+from swarmnode.tasks.client import Scorer, check_tasks
 from swarmnode.wire.messages import TaskEntry, TaskRef
 
 
@@ -60,15 +60,6 @@ def test_generator_settings_change_the_version() -> None:
         ),
         ("rg/gcd", {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
         (
-            "rg/gcd",
-            {"max_value": [20]},
-            (
-                r"a list has one number per difficulty, 2 to 16, and all lists have the same"
-                r" length; here max_value 1"
-            ),
-        ),
-        ("rg/gcd", {"max_value": [20] * 17}, r"here max_value 17"),
-        (
             "data/x",
             {"extract": "tag"},
             r"neither in task.modules nor a built-in task; a dataset has its own settings",
@@ -79,37 +70,6 @@ def test_unknown_setting_names_the_known_ones(task, given, problem) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         registry.install([], {task: given})
     assert "\n" not in str(raised.value)
-
-
-def test_a_list_has_a_number_for_each_difficulty() -> None:
-    plain = registry.task_version("rg/chain_sum")
-    registry.install([], {"rg/chain_sum": {"min_digits": [1, 2, 4], "max_digits": [1, 2, 4]}})
-    version = registry.task_version("rg/chain_sum")
-    assert version != plain
-    assert json.loads(settings_text("rg/chain_sum"))["max_digits"] == [1, 2, 4]
-    with Scorer() as scorer:
-        for difficulty, digits in enumerate((1, 2, 4)):
-            ref = TaskRef("rg/chain_sum", version, 0, 0, difficulty)
-            terms = re.findall(r"\d+", scorer.prompt(ref))
-            assert {len(term) for term in terms} == {digits}
-            right = (
-                sum(map(int, terms)) if "+" in scorer.prompt(ref) else int(terms[0]) - int(terms[1])
-            )
-            assert scorer.score(ref, [str(right), "x"]).rewards == [1.0, 0.0]
-        for difficulty in (3, -1):
-            with pytest.raises(TaskUnknown, match="has only 0 to 2"):
-                scorer.prompt(TaskRef("rg/chain_sum", version, 0, 0, difficulty))
-
-
-def test_a_difficulty_that_the_generator_refuses_is_one_line() -> None:
-    registry.install([], {"rg/gcd": {"min_value": [1, 1, 30]}})  # the last one above max_value
-    with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
-        check_tasks(["rg/gcd"])
-
-
-def test_a_task_of_ones_own_has_no_difficulties() -> None:
-    with pytest.raises(ConfigError, match="only the tasks of reasoning-gym have"):
-        registry.install(["some:task"], {"some:task": {"size": [1, 2]}})
 
 
 def test_unknown_generator_settings_are_one_line_before_the_start() -> None:
