@@ -64,7 +64,7 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "deeply nested": (b"\x91" * 60_000, "schema"),
         "deeply nested payload": (author.sign(b"\x81\xa1a" + b"\x91" * 60_000), "schema"),
         "nested in a field": (
-            author.sign(payload.replace(b"\xa4task\x85", b"\xa4task" + b"\x91" * 1000 + b"\x85")),
+            author.sign(payload.replace(b"\xa4task\x84", b"\xa4task" + b"\x91" * 1000 + b"\x84")),
             "schema",
         ),
         "map of a million": (author.sign(b"\xdf\x00\x0f\x42\x40"), "malformed"),
