@@ -155,7 +155,7 @@ def _judge(
     scorer: Scorer, ref: TaskRef, held_out: bool, question: Scored | ScoreError, answers: Answers
 ) -> QuestionTrial:
     spec, right = TASKS[ref.id], None
-    if isinstance(question, Scored) and spec.generator != "json_schema":
+    if isinstance(question, Scored):
         right = question.answer or None
     texts = ["", *([marked(spec, right)] if right is not None else [])]
     first = len(texts)

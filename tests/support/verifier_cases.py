@@ -19,7 +19,6 @@ completely is wrong as an answer, and refused as a right answer, with the remedy
 
 These tables are the cases of the verifiers' tests (`python -m tests.support.verifier_cases`).
 """
-SCHEMA = '{"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}'
 
 
 class Case(NamedTuple):
@@ -246,13 +245,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("1", ("1.0", "1e0"), ("true", '"1"', "NaN", "1.0000000000000000001")),
         Case('"caf\u00e9"', ('"cafe\u0301"', '"caf\\u00e9"', '"cafe\\u0301"'), ('"cafe"',)),
     ),
-    "json_schema": (
-        Case(
-            SCHEMA,
-            ('{"age": 36}', '{"age": 36.0, "name": "Ada"}', '```json\n{"age": 36}\n```'),
-            ('{"age": "36"}', '{"age": true}', "{}", "[]", '{"age": 36.5}', '{"age": 1, "age": 2}'),
-        ),
-    ),
 }
 """Verifier → its cases. Every other case's right answer is wrong for a case too, except where a
 test of the verifiers says otherwise."""
@@ -285,7 +277,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("choice", "Paris", "one letter"),
     ("json", "{", "Expecting"),
     ("json", "NaN", "not JSON"),
-    ("json_schema", '{"pattern": "(a+)+$"}', "not supported"),
     ("math", "x" * 500, "characters"),
 )
 """(verifier, right answer that it refuses, part of the message)."""

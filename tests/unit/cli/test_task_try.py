@@ -187,7 +187,6 @@ def strict(prompts, completions, *, answer, level):
         ("choice", "b.", "auto", 1.0),
         ("exact", "a word\nor two", "whole", 1.0),
         ("exact", "a word\nor two", "last_line", 0.0),
-        ("json_schema", '{"type": "array"}', "auto", None),
         ("try_rewards:strict", "4", "auto", 0.0),
     ],
 )

@@ -200,7 +200,7 @@ def test_answers_are_read_as_what_they_mean_or_refused(tmp_path, answer, value, 
             {"verifier": "nummeric"},
             (
                 r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, math,"
-                r" json, json_schema or <module>:<function>"
+                r" json or <module>:<function>"
             ),
         ),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),

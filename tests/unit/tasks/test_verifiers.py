@@ -1,7 +1,6 @@
 """Verdicts on right, wrong and hostile answers, and the extraction of an answer."""
 
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import EXTRACTS, extract
 from swarmnode.tasks.verifiers import VERIFIERS
 from tests.support.verifier_cases import ANSWERS, CASES, REFUSED
@@ -45,18 +43,6 @@ def spellings_of(value: Fraction) -> list[str]:
 
 
 FULL_WIDTH = {ord("0") + digit: 0xFF10 + digit for digit in range(10)}
-PEOPLE = [
-    ('{"name": "Ada", "age": 36}', 1.0),
-    ('{"name": "Ada", "age": 36.0, "tags": ["a", 1.0, null], "extra": true}', 1.0),
-    ('{"name": "", "age": 36}', 0.0),
-    ('{"name": "Ada"}', 0.0),
-    ('{"name": "Ada", "age": 36.5}', 0.0),
-    ('{"name": "Ada", "age": -1}', 0.0),
-    ('{"name": "Ada", "age": 36, "height": 1}', 0.0),
-    ('{"name": "Ada", "age": 36, "tags": ["a", "a", "a", "a"]}', 0.0),
-    ('{"name": "Ada", "age": 36, "extra": 3}', 0.0),
-    ("[]", 0.0),
-]
 HOSTILE = [
     "",
     "\0",
@@ -79,12 +65,6 @@ HOSTILE = [
     "\\left" * 800,
     "$" * 4096,
 ]
-SCHEMA = """{"type": "object", "required": ["name", "age"], "additionalProperties": false,
-  "title": "A person", "properties": {
-  "name": {"type": "string", "minLength": 1, "maxLength": 20},
-  "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 200},
-  "tags": {"type": "array", "items": {"enum": ["a", 1, null]}, "maxItems": 3},
-  "extra": {"anyOf": [{"type": "boolean"}, {"type": ["number", "null"], "not": {"const": 3}}]}}}"""
 GOLD = {
     "exact": "x",
     "numeric": "7",
@@ -92,7 +72,6 @@ GOLD = {
     "set": "a,b",
     "boxed": "\\frac{1}{2}",
     "json": "[1]",
-    "json_schema": SCHEMA,
 }
 
 
@@ -100,8 +79,7 @@ GOLD = {
 def test_equal_answers_are_right_and_others_wrong(name, case):
     verifier = VERIFIERS[name]
     verifier.check(case.gold)
-    if name != "json_schema":
-        assert verifier.reward(case.gold, case.gold) == 1.0
+    assert verifier.reward(case.gold, case.gold) == 1.0
     assert {each: verifier.reward(each, case.gold) for each in case.same} == dict.fromkeys(
         case.same, 1.0
     )
@@ -110,7 +88,7 @@ def test_equal_answers_are_right_and_others_wrong(name, case):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("json_schema", "math")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "math"])
 def test_no_spelling_of_a_right_answer_equals_another_one(name):
     """A bare number equals the same number with a unit, so "12" equals two of the cases."""
     for case, other in itertools.permutations(CASES[name], 2):
@@ -152,92 +130,6 @@ def test_the_guide_shows_the_cases():
         check=True,
     ).stdout
     assert Path("docs/verifiers.md").read_text() == made
-
-
-@pytest.mark.parametrize(("answer", "reward"), PEOPLE)
-def test_an_answer_that_is_as_a_schema_says(answer, reward):
-    VERIFIERS["json_schema"].check(SCHEMA)
-    assert VERIFIERS["json_schema"].reward(answer, SCHEMA) == reward
-    jsonschema = pytest.importorskip("jsonschema")
-    assert jsonschema.Draft202012Validator(json.loads(SCHEMA)).is_valid(json.loads(answer)) == bool(
-        reward
-    )
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 3)
-    | st.sampled_from([1.0, 0.5, -2.0])
-    | st.sampled_from(["", "a", "bb"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
-    ),
-    max_leaves=6,
-)
-SMALL = st.integers(0, 3)
-
-
-def _schemas(inner):
-    return st.fixed_dictionaries(
-        {},
-        optional={
-            "items": inner,
-            "additionalProperties": inner,
-            "not": inner,
-            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-            "allOf": st.lists(inner, min_size=1, max_size=2),
-            "anyOf": st.lists(inner, min_size=1, max_size=2),
-            "oneOf": st.lists(inner, min_size=1, max_size=3),
-            "required": st.lists(st.sampled_from("ab"), unique=True),
-            "minItems": SMALL,
-            "maxProperties": SMALL,
-        },
-    )
-
-
-LEAVES = st.booleans() | st.fixed_dictionaries(
-    {},
-    optional={
-        "type": (
-            st.sampled_from(json_schema.TYPES)
-            | st.lists(st.sampled_from(json_schema.TYPES), min_size=1, unique=True)
-        ),
-        "const": VALUES,
-        "enum": st.lists(VALUES, min_size=1, max_size=3),
-        "minimum": SMALL,
-        "exclusiveMaximum": SMALL,
-        "maxLength": SMALL,
-        "minLength": SMALL,
-    },
-)
-
-
-@given(schema=st.recursive(LEAVES, _schemas, max_leaves=5), value=VALUES)
-def test_verdicts_are_those_of_the_library_that_everybody_uses(schema, value):
-    jsonschema = pytest.importorskip("jsonschema")
-    json_schema.check(schema)
-    assert json_schema.valid(value, schema) == jsonschema.Draft202012Validator(schema).is_valid(
-        value
-    )
-
-
-@pytest.mark.parametrize(
-    ("schema", "says"),
-    [
-        ('{"pattern": "(a+)+$"}', "'pattern', which is not supported"),
-        (
-            '{"properties": {"a": {"$ref": "https://example.org/a"}}}',
-            r"'\$ref', which is not supported",
-        ),
-        ('{"type": "text"}', "type is 'text'"),
-        ('{"anyOf": [{"minimum": true}]}', "not a number"),
-        ("{", "Expecting"),
-    ],
-)
-def test_unknown_schema_keyword_is_refused(schema, says):
-    with pytest.raises(ValueError, match=says):
-        VERIFIERS["json_schema"].check(schema)
 
 
 @pytest.mark.parametrize("name", GOLD)
