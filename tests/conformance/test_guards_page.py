@@ -2,8 +2,6 @@
 
 import ast
 
-import pytest
-
 from tools import guards as tool
 
 
@@ -22,15 +20,3 @@ def test_every_installed_guard_has_a_row():
                 assert node.name == "_install_buffers" or f"`{module}.{node.name}`" in table
     files = {path.stem for path in tool.GUARDS.glob("*.py")}
     assert files - set(tool.MODULES) == {"__init__", "counting"}
-
-
-def test_a_missing_section_is_an_error():
-    with pytest.raises(ValueError, match="Remove when"):
-        tool.sections("Defect: a.\nUpstream: b.\nGuard: c.\nCost: d.\nTests: e.py")
-
-
-def test_sections_may_have_several_lines():
-    text = "Title.\n\nDefect: One\n    two.\n" + "".join(
-        f"{name}: x\n" for name in tool.SECTIONS[1:]
-    )
-    assert tool.sections(text)["Defect"] == "One two."

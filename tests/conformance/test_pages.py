@@ -49,22 +49,6 @@ def test_links_resolve(page):
     assert broken(page) == []
 
 
-def test_broken_link_is_found(tmp_path):
-    (tmp_path / "other.md").write_text(
-        "# One two: three\n## `four`, five\n## Twice\n## Twice\n```\n# no heading\n```\n"
-    )
-    page = tmp_path / "page.md"
-    lead = [
-        "other.md#one-two-three",
-        "other.md#four-five",
-        "other.md#twice-1",
-        "https://example.org/x",
-    ]
-    do_not = ["other.md#no-heading", "other.md#twice-2", "gone.md", "#here"]
-    page.write_text(" ".join(f"[a link]({link})" for link in lead + do_not))
-    assert broken(page) == do_not
-
-
 def test_tests_named_in_pages_exist():
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):

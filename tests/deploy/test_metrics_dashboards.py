@@ -12,17 +12,10 @@ import subprocess
 from pathlib import Path
 from types import ModuleType
 
-import msgspec
 import pytest
 import yaml
-from prometheus_client.exposition import generate_latest
 
-from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
-from swarmnode.p2p.budget import BudgetStatistics
-from swarmnode.stages.network.crew_service import StagesStatistics
-from swarmnode.weights.network.service import WeightsStatistics
-from tests.support.snapshots import example
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -31,10 +24,6 @@ PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 
 FAMILIES = {family.name: family for family in METRICS}
-MATCHER = re.compile(r"(swarmnode_[a-z0-9_]+)\{([^}]*)\}")
-TARGET_LABELS = {"instance", "job", "le"}
-ALERT_LABELS = {"alertname", "alertstate", "severity"}
-"""Labels of `ALERTS`."""
 
 
 def build() -> ModuleType:
@@ -105,107 +94,11 @@ def test_every_metric_is_on_a_panel() -> None:
     assert FAMILIES.keys() - names_in(panel_expressions()) == set()
 
 
-def test_only_histograms_are_queried_for_buckets() -> None:
-    for expression in panel_expressions() + rule_expressions():
-        for name in re.findall(r"\bswarmnode_[a-z0-9_]+", expression):
-            assert (name not in FAMILIES) == (FAMILIES[family_of(name)].kind == "histogram"), name
-
-
-def test_labels_in_expressions_and_legends_exist() -> None:
-    legends = [
-        (target["expr"], target["legendFormat"])
-        for panel in panels()
-        for target in panel.get("targets", [])
-    ]
-    for expression, legend in legends + [(expression, "") for expression in rule_expressions()]:
-        labels = (
-            set().union(*(FAMILIES[name].labels for name in names_in([expression]))) | TARGET_LABELS
-        )
-        if "ALERTS" in expression:
-            labels |= ALERT_LABELS
-        used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)) | set(
-            re.findall(r"\{\{(\w+)\}\}", legend)
-        )
-        for grouping in re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression):
-            used |= {label.strip() for label in grouping.split(",")}
-        assert used <= labels, expression
-
-
-def test_label_values_in_matchers_exist() -> None:
-    scraped = generate_latest(make_registry(example)).decode()
-    for expression in panel_expressions() + rule_expressions():
-        for name, matchers in MATCHER.findall(expression):
-            for label, value in re.findall(r'(\w+)="([^"$]*)"', matchers):
-                assert re.search(
-                    rf'^{name}\{{[^}}]*{label}="{re.escape(value)}"', scraped, re.MULTILINE
-                ), (name, label, value)
-
-
 def test_generated_files_are_up_to_date() -> None:
     for path, text in build().outputs().items():
         assert path.read_text() == text, (
             f"{path.relative_to(ROOT)}: run python deploy/grafana/build.py"
         )
-
-
-def test_open_rows_have_data_on_a_plain_node() -> None:
-    """Metrics that a node without crew, accelerator, reference policy and caps does not have are in
-    collapsed rows."""
-    s = example()
-    report = msgspec.structs.replace(s.trainer.report, device_memory_bytes=None, kl=None)
-    plain = msgspec.structs.replace(
-        s,
-        stages=StagesStatistics(),
-        budget=BudgetStatistics(),
-        weights=WeightsStatistics(),
-        trainer=msgspec.structs.replace(
-            s.trainer, report=msgspec.structs.replace(report, weights=None)
-        ),
-    )
-    scraped = generate_latest(make_registry(lambda: plain)).decode()
-    without = {
-        family
-        for family in FAMILIES
-        if not re.search(rf"^{family}(_bucket)?[ {{]", scraped, re.MULTILINE)
-    }
-    assert len(without) > 20
-    shown = [json.loads(path.read_text())["panels"] for path in sorted(DASHBOARDS.glob("*.json"))]
-    asked = [
-        (panel["title"], target["expr"])
-        for board in shown
-        for panel in board
-        for target in panel.get("targets", [])
-    ]
-    assert [
-        (title, expression) for title, expression in asked if names_in([expression]) & without
-    ] == []
-    closed = {
-        panel["title"]: panel["panels"]
-        for board in shown
-        for panel in board
-        if panel.get("collapsed")
-    }
-    assert closed.keys() == build().COLLAPSED.keys()
-    assert all(
-        any(names_in([t["expr"] for t in panel["targets"]]) & without for panel in inside)
-        for inside in closed.values()
-    )
-
-
-def test_every_alert_is_tested_on_a_healthy_node() -> None:
-    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
-    tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
-    for rule in rules:
-        raised, given = set(), set()
-        for test in tests:
-            cases = [c for c in test["alert_rule_test"] if c["alertname"] == rule["alert"]]
-            raised |= {a["exp_labels"]["instance"] for c in cases for a in c["exp_alerts"]}
-            for series in test["input_series"] if cases else []:
-                name, labels = series["series"].split("{")
-                if re.search(rf"\b{name}\b", rule["expr"]):
-                    given |= set(re.findall(r'instance="(\w+)"', labels))
-        assert raised, rule["alert"]
-        assert given - raised, f"{rule['alert']}: no node on which it does not fire"
 
 
 MINUTES = 420
@@ -410,17 +303,6 @@ def test_kubernetes_pods_are_found_by_label() -> None:
     assert port in [
         each["name"] for container in template["spec"]["containers"] for each in container["ports"]
     ]
-
-
-def test_alert_descriptions_render_without_gaps() -> None:
-    table = (
-        (ROOT / "docs" / "monitoring.md")
-        .read_text()
-        .partition("<!-- alerts")[2]
-        .partition("<!-- end of alerts")[0]
-    )
-    assert "…" not in table
-    assert "{{" not in table
 
 
 @needs_promtool

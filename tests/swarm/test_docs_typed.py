@@ -283,6 +283,7 @@ class World:
             "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512",
             "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
             "Qwen/Qwen3-4B": "embedded",
+            "--samples 4": "--samples 2 --questions 24",  # fewer answers, for time
             "<that peer id>": "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
             'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "",
             "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",

@@ -178,13 +178,3 @@ def test_run_fetches_the_config_of_a_hub_model_for_its_rate(hub_cache, tmp_path,
     assert trained_with(membership.prepare()) == (5.2e-6, 256)
     assert trained_with(membership.refresh()) == (5.2e-6, 256)
     assert fetched == [("org/model", "config.json")]
-
-
-def test_recipes_have_the_rates_of_the_rule():
-    """They are written out, because a recipe is read before its model is downloaded."""
-    sizes = {"0.5B": 494e6, "1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9}
-    for recipe in settings.recipes():
-        policy, training = (c := settings.load(recipe=recipe.name).config).policy, c.training
-        size = policy.model.removeprefix("Qwen/Qwen2.5-").removesuffix("-Instruct")
-        rate = model_defaults.learning_rate(sizes[size], policy.lora.r, policy.lora.lora_alpha)
-        assert training.learning_rate == rate

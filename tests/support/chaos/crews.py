@@ -90,6 +90,7 @@ def schedule(rng: random.Random, long: bool) -> list[Fault]:
         return [
             Fault("kill -9 of trainers", two),
             Fault("disk lost", (one,)),
+            Fault("trainer stopped", (one,), STOP_SECONDS),
             Fault("network cut", (), CUT_SECONDS),
         ]
     pairs = itertools.combinations(range(STAGES), 2)

@@ -28,7 +28,6 @@ SUPERVISOR, NETWORK, TRAINER, SCORER = (
     "swarmnode.trainer",
     "swarmnode.tasks.scorer",
 )
-PROCESSES = (SUPERVISOR, NETWORK, TRAINER, SCORER)
 DISK = "24m"
 PACE = 0.5
 SETTINGS: dict[str, dict[str, object]] = {
@@ -111,7 +110,7 @@ class ChaosNode(ForkedNode):
             return None
 
     def process(self, name: str) -> psutil.Process | None:
-        """Return the running process with one of the names in PROCESSES."""
+        """Return the running process named SUPERVISOR, NETWORK, TRAINER or SCORER."""
         with contextlib.suppress(psutil.Error):
             own = psutil.Process(self.pid)
             if name == SUPERVISOR:

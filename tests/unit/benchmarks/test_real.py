@@ -10,7 +10,6 @@ from benchmarks.lib import real_cell
 from benchmarks.lib.real_cell import PARTS, Arm, Cell, Size, curve, smooth, until_goal
 from benchmarks.lib.report import append_row
 from benchmarks.lib.simulator import single_thread
-from benchmarks.lib.trl_cell import run_trl
 
 SIZE = Size(
     task="rg/chain_sum",
@@ -89,18 +88,6 @@ def test_averaging_moves_nodes_together(run, monkeypatch):
     assert row["exchanges"].keys() <= {"accepted", "clipped"}
     assert sum(row["exchanges"].values()) == 2
     assert distance(together) < 0.75 * distance(apart)
-
-
-def test_trl_is_an_arm_with_the_same_settings(tmp_path):
-    size = replace(SIZE, steps=2, eval_every=1)
-    row = run_trl("TRL", 1, size, tmp_path)
-    (node,) = row["nodes"]
-    assert [point["step"] for point in row["held_out"]] == [0, 1, 2]
-    assert node["own"] == [4, 4]
-    assert all(0 < tokens <= 4 * 4 * SIZE.longest for tokens in node["tokens"])
-    assert all(min(parts) > 0 for parts in zip(node["sampling"], node["update"], strict=True))
-    assert row["held_out"][-1]["tokens"] == sum(node["tokens"])
-    assert "TRL" in real.show([row])
 
 
 def row_of(rewards, tokens=10):

@@ -6,14 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import structlog
 
 from swarmnode import cli, settings
 from swarmnode.cli import options as cli_options
 from swarmnode.config import Config
-from swarmnode.swarm.manifest_store import ManifestStore
-from swarmnode.wire.messages import ModelRef
-from tests.support.manifests import founded
 
 HEAVY = {
     "torch",
@@ -108,62 +104,6 @@ def test_an_unknown_flag_is_one_line(capsys):
     assert "--bogus" in error
 
 
-def test_an_unknown_key_is_one_line(tmp_path, capsys):
-    path = tmp_path / "config.toml"
-    path.write_text("[training]\nlearning_rat = 1\n")
-    assert cli.run(["run", "--config", str(path)]) == 78
-    assert (
-        capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest:"
-        " training.learning_rate)\n"
-    )
-
-
-@pytest.fixture
-def not_started(monkeypatch):
-    """Replace the supervisor, so that `run` starts no process."""
-    monkeypatch.setattr("swarmnode.daemon.supervisor.run", lambda *arguments: 0)
-    monkeypatch.setattr("swarmnode.observe.logs.configure", lambda *arguments, **others: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.parametrize("model", ["embedded", "smollm2"])
-@pytest.mark.usefixtures("not_started")
-def test_run_names_a_real_model_if_it_trains_the_toy(tmp_path, monkeypatch, model):
-    monkeypatch.setattr("swarmnode.cli.node._find_model_problems", lambda policy: [])
-    with structlog.testing.capture_logs() as lines:
-        assert cli.run(["run", "-d", str(tmp_path), "--set", f"policy.model={model}"]) == 0
-    named = any("--set policy.model=smollm2" in line.get("real_model", "") for line in lines)
-    assert named is (model == "embedded")
-
-
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [
-        ([], []),
-        (
-            ["--set", "training.learning_rate=3e-4"],
-            ["training.learning_rate = 0.0003 with all weights of org/model"],
-        ),
-    ],
-)
-@pytest.mark.usefixtures("not_started")
-def test_run_warns_of_values_unsuited_to_the_model(tmp_path, capsys, options, warned):
-    opened = founded(models=[ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)])
-    store = ManifestStore(tmp_path)
-    store.add(opened)
-    store.choose(opened.swarm)
-    assert (
-        cli.run(
-            ["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *options]
-        )
-        == 0
-    )
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "learning_rate" in line]
-    assert [line.partition(" probably spoils it")[0] for line in warnings] == [
-        f"swarmnode: warning: {each}" for each in warned
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
@@ -212,50 +152,6 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, arguments, code, problem):
     assert problem.replace("{tmp}", str(tmp_path)) in error
     assert "Errno" not in error
     assert error.count("\n") == 1
-
-
-def test_config_show_prints_origins(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SWARMNODE_HTTP_PORT", "9999")
-    assert (
-        cli.run(
-            [
-                "config",
-                "show",
-                "--json",
-                "--data-dir",
-                str(tmp_path),
-                "--peer",
-                "/ip4/1.2.3.4/tcp/5/p2p/x",
-            ]
-        )
-        == 0
-    )
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["http.port"] == {"value": 9999, "origin": "environment SWARMNODE_HTTP_PORT"}
-    assert shown["network.initial_peers"] == {
-        "value": ["/ip4/1.2.3.4/tcp/5/p2p/x"],
-        "origin": "command line",
-    }
-    assert shown["training.seed"]["origin"] == "default"
-
-
-def test_key_commands_print_json(tmp_path, capsys):
-    def key(*argv):
-        assert cli.run(["key", *argv, "--data-dir", str(tmp_path / "node"), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    first = key("show")["peer"]
-    assert key("backup", str(tmp_path / "copy.key")) == {
-        "peer": first,
-        "file": str(tmp_path / "copy.key"),
-    }
-    rotated = key("rotate")
-    assert rotated["former_peer"] == first != rotated["peer"]
-    brought = key("import", str(tmp_path / "copy.key"), "--replace")
-    assert brought["peer"] == first
-    assert {rotated["former_key"], brought["former_key"]} == {
-        str(path) for path in (tmp_path / "node").glob("identity-*.key")
-    }
 
 
 @pytest.mark.parametrize(
@@ -325,23 +221,6 @@ def test_saved_settings_are_overridden_in_order(home, capsys, monkeypatch):
     assert shown(capsys, "-d", node, "--set", "node.name=now")["node.name"]["value"] == "now"
 
 
-def test_settings_override_a_saved_recipe(home, capsys):
-    node = home / "node"
-    assert (
-        cli.run(["config", "set", "--recipe", "24gb-7b-lora", "policy.lora.r=8", "-d", str(node)])
-        == 0
-    )
-    capsys.readouterr()
-    values = shown(capsys, "-d", node)
-    kept = {
-        key: each["value"]
-        for key, each in values.items()
-        if each["origin"] == str(node / "config.toml")
-    }
-    assert (kept["policy.model"], kept["policy.lora.r"]) == ("Qwen/Qwen2.5-7B-Instruct", 8)
-    assert kept["training.max_completion_length"] == 2048
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
@@ -390,17 +269,3 @@ def test_the_template_contains_the_defaults(home, capsys):
     uncommented = [line.removeprefix("# ") for line in file.read_text().splitlines()[1:]]
     file.write_text("\n".join(line for line in uncommented if not line.endswith(" =")))
     assert settings.load().config == Config()
-
-
-def test_config_path_lists_the_files(home, capsys):
-    assert cli.run(["config", "path", "-d", str(home / "node"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == [
-        str(settings.default_file()),
-        str(home / "node" / "config.toml"),
-    ]
-    (home / "c.toml").write_text("")
-    assert cli.run(["config", "path", "-d", str(home / "node"), "-c", str(home / "c.toml")]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{home / 'node' / 'config.toml'}  (absent)",
-        str(home / "c.toml"),
-    ]

@@ -97,44 +97,6 @@ def test_a_game_without_turns_names_the_setting(options, capsys):
     assert "set turns in its settings" in capsys.readouterr().err
 
 
-def test_samples_answers_of_the_policy(tmp_path, options):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) + "\n"
-            for i in range(50)
-        )
-    )
-    given = [
-        "--set",
-        f'task.datasets={{"data/next" = {{source = "{rows}", verifier = "numeric"}}}}',
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "swarmnode",
-        "task",
-        "try",
-        "data/next",
-        "--json",
-        *given,
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    tried = json.loads(done.stdout)
-    assert len(tried) == 10
-    assert all(len(each["rewards"]) == len(each["cuts"]) == 7 for each in tried)
-    assert all(
-        each["prompt"].startswith("What is ")
-        and isinstance(each["sampled"], str)
-        and each["reward"] in (0.0, 1.0)
-        for each in tried
-    )
-    assert not any(each["error"] for each in tried)
-    assert not any(each["cut"] for each in tried)
-
-
 def test_cut_answers_are_counted_with_the_remedy(tmp_path, options):
     given = ["--set", "training.max_completion_length=1", *options]
     command = [sys.executable, "-m", "swarmnode", "task", "try", "builtin/sum", *given]

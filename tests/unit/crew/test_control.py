@@ -30,11 +30,9 @@ from swarmnode.stages.network.crew import CLEARING_STEPS, GRACE_SECONDS, MAX_FAI
 from swarmnode.stages.network.crew_state import (
     ClockTick,
     CrewDependencies,
-    CrewStatistics,
     DrainStarted,
     GarbageReceived,
     MembershipSettings,
-    MemberStatistics,
     Note,
     PeerConnected,
     PeerDisconnected,
@@ -46,7 +44,6 @@ from swarmnode.stages.network.crew_state import (
     State,
     StreamLost,
     TrainerDisconnected,
-    statistics,
 )
 from swarmnode.stages.specs import ModelCost, PartCost
 
@@ -487,22 +484,3 @@ def test_time_in_a_crew_without_steps_does_not_count_as_waiting():
     node.handle(StreamLost("a", node.state.crew.id))
     node.handle(node.trainer_offer)
     assert node.now - node.state.free_since == pytest.approx(5.0)
-
-
-def test_statistics_of_a_crew():
-    node = Node()
-    node.receive_offer("c")
-    assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)
-    node = running()
-    node.handle(StageStatus(node.state.crew.id, 1, "active", 43))
-    shown = statistics(node.state, node.now, SETTINGS)
-    assert (shown.state, shown.stage, shown.stopped_seconds) == ("running", 1, 0.0)
-    assert shown.id == node.state.crew.id.hex()
-    assert shown.slots == (
-        MemberStatistics(0, "a", "active", 40, 1),
-        MemberStatistics(1, "b", "active", 43, 1),
-    )
-    node.handle(StreamLost("a", node.state.crew.id))
-    node.now += 2.0
-    shown = statistics(node.state, node.now, SETTINGS)
-    assert (shown.state, shown.slots, shown.stopped_seconds) == ("none", (), None)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from swarmnode.demo.crew import crew_table
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.table import answers, table
 from swarmnode.link.messages import Report, WeightsReport
@@ -67,24 +66,6 @@ def lines(shown: object, width: int) -> list[str]:
     return console.export_text().splitlines()
 
 
-@pytest.mark.parametrize("width", [80, 130])
-@pytest.mark.parametrize("steps", [None, 12])
-def test_a_row_of_the_demo_fits_one_line(tmp_path, width, steps):
-    nodes = [node(tmp_path, name, "evaluating") for name in ("node0", "node1", "liar0")]
-    for one in nodes:
-        one.pace.observe(0.0, one.phase, 1234, 1230)
-        one.pace.observe(23.4, one.phase, 1234, 1230)
-    shown = lines(table(nodes, "59 s, about 130 s left", steps, width), width)
-    assert len(shown) == 1 + 2 + len(nodes)
-    assert "59 s, about 130 s left" in shown[0]
-    (row,) = [line for line in shown if "node1" in line]
-    expected = ("evaluating 23 s", "0.41", "0.40", "0.01→0.46", "12345", "123", "123456")
-    for cell in (*expected, "1234" if steps is None else "12 of 12"):
-        assert cell in row
-    assert (f"…{PEER[-6:]}" in row) == (width == 130)
-    assert not any(line.rstrip().endswith("…") for line in shown)
-
-
 def sample(step: int, answer: str, reward: float, held_out: bool = True) -> bytes:
     import msgspec
 
@@ -116,16 +97,6 @@ def test_shows_the_first_held_out_answer_before_and_after(tmp_path):
     assert answers(nodes) == "\n".join(
         [first, 'node0 now  {"age": 34}  (reward 1.00)', "node1 now  {}  (reward 1.00)"]
     ).replace("question  ", "question   ").replace("before    ", "before     ")
-
-
-def test_a_row_of_a_crew_fits_one_line(tmp_path):
-    shown = lines(
-        crew_table([node(tmp_path, f"node{i}") for i in range(4)], 59.6, "stage 1 killed"), 80
-    )
-    (row,) = [line for line in shown if "node1" in line]
-    for expected in (f"…{PEER[-6:]}", "loading", "neighbour", "12.3", "12345"):
-        assert expected in row
-    assert len(shown) == 1 + 2 + 4 + 1
 
 
 @pytest.mark.parametrize(

@@ -3,31 +3,24 @@
 import http.server
 import json
 import os
-import shutil
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import torch
 import trio
-from safetensors.torch import load_file, save_file
 
-import swarmnode.policy
 from protocol.generate.frames import PEER
 from swarmnode import cli, settings
 from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
 from swarmnode.doctor import checks, probes
 from swarmnode.doctor import command as doctor_command
 from swarmnode.doctor.checks import DeviceFacts, DialBackFacts, PeerFacts
-from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.p2p.passphrase import pem
-from swarmnode.policy.describe import describe
 from swarmnode.policy.examine import examine
 from tests.support import snapshots
 from tests.support.hosts import host
@@ -194,42 +187,6 @@ def test_the_policy_is_examined_without_its_weights():
     assert (missing["error_code"], missing["on_cpu"]) == (69, True)
     assert "no such directory" in missing["error"]
     assert examine(PolicyConfig(devices="cuda:7"))["error_code"] == 69
-
-
-def test_trial_reports_missing_model_files(tmp_path):
-    result = examine(PolicyConfig(devices="cpu"), trial=True)
-    assert "tokens sampled" in result["trial"]
-    assert checks.check_trial(DeviceFacts(**result)).level == "ok"
-
-    broken = tmp_path / "broken"
-    shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
-    template = (broken / "chat_template.jinja").read_text()
-    (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
-    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert (result["error_code"], result.get("trial")) == (69, None)
-    assert (
-        "the chat template of policy.model fails with this policy.chat: no system prompt"
-        in result["error"]
-    )
-    assert "trial" not in examine(PolicyConfig(devices="cpu", model=str(broken))), (
-        "nobody asked for one"
-    )
-    assert describe_fails(broken).endswith(
-        "the chat template of policy.model fails with this policy.chat: no system prompt"
-    )
-
-    weights = load_file(broken / "model.safetensors")
-    (broken / "chat_template.jinja").write_text(template)
-    spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
-    save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
-    result = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
-    assert result["error_code"] == 69
-
-
-def describe_fails(model):
-    with pytest.raises(Unavailable) as failed:
-        describe(PolicyConfig(devices="cpu", model=str(model)))
-    return str(failed.value)
 
 
 async def test_distinguishes_outcomes_of_bootstrap_peers(tmp_path):

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
-
 import msgspec
-import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnode.config import SharingConfig
 from swarmnode.drops import TrainerDrops
-from swarmnode.histogram import Histogram
 from swarmnode.link.messages import Report
 from swarmnode.observe.collector import LABEL_VALUE, MAX_SERIES, make_registry, value_of
-from swarmnode.observe.metrics import METRICS, Metric
+from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.budget import TrafficStatistics
@@ -160,39 +155,3 @@ def test_every_row_reads_an_empty_node() -> None:
 
 
 # ---- the table and the snapshot
-
-
-def paths(metric: Metric) -> list[str]:
-    if isinstance(metric.source, str):
-        return [metric.source]
-    return [] if callable(metric.source) else list(metric.source.values())
-
-
-def kind_at(path: str) -> Any:
-    """Return the type that the snapshot declares at `path`; for a key of a dict, the type of its
-    values."""
-    kind: Any = NodeSnapshot
-    for name in path.split("."):
-        kind = get_args(kind)[1] if get_origin(kind) is dict else get_type_hints(kind)[name]
-        kind = (
-            next((each for each in get_args(kind) if each is not NoneType), kind)
-            if get_origin(kind) is UnionType
-            else kind
-        )
-    return kind
-
-
-@pytest.mark.parametrize(
-    "metric", [metric for metric in METRICS if paths(metric)], ids=lambda metric: metric.name
-)
-def test_paths_lead_to_the_declared_kind(metric) -> None:
-    for path in paths(metric):
-        kind = kind_at(path)
-        if metric.kind == "histogram":
-            assert kind is Histogram, path
-        elif get_origin(kind) is dict:
-            assert issubclass(get_args(kind)[1], int | float), path
-            assert len(metric.labels) == (1 if isinstance(metric.source, str) else 2), path
-        else:
-            assert issubclass(kind, int | float), path
-            assert len(metric.labels) == (0 if isinstance(metric.source, str) else 1), path

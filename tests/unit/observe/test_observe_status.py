@@ -14,9 +14,8 @@ from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.status import names_of, peer_label, print_status, render, watch_status
+from swarmnode.observe.status import print_status, render, watch_status
 from swarmnode.observe.watch import SupervisorStatistics
-from swarmnode.stages.network.crew_service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 
@@ -25,10 +24,6 @@ def decoded(snapshot: NodeSnapshot) -> dict:
     for second in range(60):
         history.add(example_at(float(second)))
     return json.loads(status_json(snapshot, history))
-
-
-def shown_as(peer: str) -> list[str]:
-    return peer_label(peer, names_of(decoded(example())["snapshot"])).split()
 
 
 def drawn(snapshot: NodeSnapshot) -> str:
@@ -60,37 +55,6 @@ def test_shows_the_main_numbers() -> None:
         assert expected in shown
 
 
-def test_shows_stages_in_order_and_claims_of_peers() -> None:
-    s = example()
-    slots = list(s.stages.crew.slots)
-    slots[2] = msgspec.structs.replace(slots[2], state="failed")
-    crew = msgspec.structs.replace(
-        s.stages.crew, state="preparing", slots=tuple(slots), stopped_seconds=42.0
-    )
-    with_crew = lambda crew: msgspec.structs.replace(
-        s, stages=msgspec.structs.replace(s.stages, crew=crew)
-    )
-    shown = drawn(with_crew(crew))
-    for expected in (
-        "crew preparing · no step for 42 s · recovered in 6.4 s · from neighbour",
-        "checkpoint 10 steps old",
-    ):
-        assert expected in shown
-    lines = [line.split() for line in shown.splitlines()]
-    at = next(i for i, line in enumerate(lines) if line[:2] == ["stage", "holder"])
-    assert lines[at + 1 : at + 5] == [
-        ["0", "this", "node", "4", "active", "250"],
-        ["1", *shown_as(PEERS[0]), "6", "active", "250"],
-        ["2", *shown_as(PEERS[1]), "6", "failed", "250"],
-        ["3", *shown_as(PEERS[3]), "4", "active", "250"],
-    ]
-    assert "4 with a recent summary (claimed) · median held-out reward 0.567" in shown
-    assert "in no crew; other nodes that offer to hold a stage: 1" in drawn(
-        with_crew(msgspec.structs.replace(crew, slots=()))
-    )
-    assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
-
-
 def test_renders_an_empty_node() -> None:
     shown = drawn(NodeSnapshot())
     assert "the policy is not loaded yet" in shown
@@ -112,12 +76,6 @@ def test_shows_step_pace_and_time_left() -> None:
     shown = with_trainer(trainer(report=report))
     assert "step 250 · 2.40 s per step · evaluating 64 of 256" in shown
     assert "held-out reward 0.631 ± 0.021 at step 160, 90 steps old" in shown
-
-
-def test_shows_what_was_given_and_gained() -> None:
-    shown = drawn(example())
-    assert "given: 401 groups used by 2 peers (claimed) · gained: 803 groups of peers" in shown
-    assert "about 51\u202f392 own tokens saved" in shown
 
 
 def test_shows_what_a_starting_trainer_does() -> None:

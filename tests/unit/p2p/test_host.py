@@ -8,7 +8,7 @@ import trio
 
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
-from swarmnode.p2p.bulk import BulkSource, MemorySink
+from swarmnode.p2p.bulk import BulkSource
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
@@ -234,21 +234,3 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
             == 1004
         )
         assert client.statistics().traffic.received["/test/1"] == 3004
-
-
-async def test_ipv6_peers_have_a_network_prefix(tmp_path):
-    """On a stock host the address is unknown, see `guards.transport`."""
-    async with (
-        host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
-        host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
-    ):
-        await wait_connected(b, 1)
-        await until(lambda: a.observed(b.peer_id) is not None)
-        assert (a.observed(b.peer_id).host, b.observed(a.peer_id).host) == ("::1", "::1")
-        data = bytes(range(256)) * 40_000
-        a.bulk.offer(bytes(32), BulkSource(data))
-        manifest = await b.bulk.manifest(a.peer_id, bytes(32))
-        sink = MemorySink(manifest, limit=len(data))
-        await b.bulk.fetch(a.peer_id, bytes(32), manifest, sink, deadline=20.0)
-        assert bytes(sink.data) == data
-        assert b.bulk.statistics().fetched == {"ok": 1}

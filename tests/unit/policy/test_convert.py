@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from swarmnode import gguf
-from swarmnode.config import Config, PolicyConfig
+from swarmnode.config import PolicyConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy import convert
 from swarmnode.policy.convert import local_copy, weight_name
@@ -24,7 +24,6 @@ from swarmnode.policy.describe import describe
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.load import load_policy, local_directory
 from swarmnode.policy.published import published_shape
-from swarmnode.stages.trainer.crew_trainer import make_trainer
 from tests.support.gguf_files import TEMPLATE, TYPES, vocabulary, write_model
 
 
@@ -126,18 +125,6 @@ def test_a_manifest_has_the_name_of_the_file_and_not_its_path(tmp_path):
     assert found["fingerprint"] == fingerprint(local_copy(str(tmp_path / "m.gguf"))).hex()
 
 
-def test_a_trainer_reports_the_conversion(tmp_path, monkeypatch):
-    """The status begins with `loading`, which the watchdog allows more time."""
-    write_model(tmp_path / "m.gguf")
-    lines: list[str] = []
-    config = Config.model_validate(
-        {"policy": {"model": str(tmp_path / "m.gguf")}, "stages": {"mode": "off"}}
-    )
-    make_trainer(config, lines.append)
-    assert lines[0].startswith(f"loading, converting {tmp_path / 'm.gguf'} to float32")
-    assert len(lines) > 5
-
-
 def test_one_content_is_converted_once(tmp_path):
     write_model(tmp_path / "one.gguf")
     lines: list[str] = []
@@ -204,14 +191,6 @@ def test_a_killed_conversion_leaves_no_entry(tmp_path, cache):
     assert list(cache.glob("*.partial")) or list(cache.glob(".*.partial"))
     assert local_copy(model) == entry
     assert {path.name for path in cache.iterdir()} == {entry.name, f".{entry.name}.lock"}
-
-
-def test_a_killed_child_is_an_error(tmp_path, cache, monkeypatch):
-    write_model(tmp_path / "m.gguf")
-    monkeypatch.setattr(convert, "__name__", "swarmnode.no_such_module")
-    with pytest.raises(Unavailable, match="No module named"):
-        local_copy(str(tmp_path / "m.gguf"))
-    assert not [path for path in cache.iterdir() if not path.name.endswith(".lock")]
 
 
 def test_the_child_has_limits(tmp_path, monkeypatch):

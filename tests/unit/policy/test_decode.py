@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from swarmnode.policy.decode import grow
-from swarmnode.policy.recorded import recordable
 from swarmnode.policy.slots import fill, unsuited
 
 PROMPTS = [[5, 9, 7, 12, 8], [11, 6], [9, 9, 4]]
@@ -56,7 +55,3 @@ def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, start):
 
 def test_slots_do_not_suit_a_sliding_window(policies):
     assert "sliding" in unsuited(policies["mistral"])
-
-
-def test_nothing_is_recorded_on_a_cpu(policies):
-    assert not recordable(policies["llama"])

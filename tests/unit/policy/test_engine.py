@@ -15,7 +15,6 @@ from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.slots import unsuited
 
 KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
 PROMPTS = [
@@ -249,11 +248,6 @@ def test_a_whole_burst_returns_all_that_ended_in_it(policies, monkeypatch):
     found = {finished.number: finished.sample for finished in engine.finished(0)}
     assert not engine.statistics().unfinished
     assert found == expected
-
-
-def test_sliding_windows_are_not_for_slots(policies):
-    assert "sliding" in unsuited(policies["mistral"])
-    assert unsuited(policies["llama"]) == ""
 
 
 def test_lockstep_answers_everything_at_once(embedded):

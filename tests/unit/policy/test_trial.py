@@ -245,16 +245,6 @@ def test_masks_of_ours_are_not_for_every_model(opened, kind, monkeypatch):
         assert found == pytest.approx(alone, abs=1e-4)
 
 
-def test_no_flag_of_a_model_class_decides(tmp_path, embedded, monkeypatch):
-    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), devices="cpu")
-    kind = type(load_policy(cfg).base)
-    monkeypatch.setattr(kind, "_can_compile_fullgraph", False)
-    monkeypatch.setattr(kind, "_is_stateful", True)
-    policy = load_policy(cfg)
-    assert unsuited(policy) == ""
-    assert logprobs.takes_way(policy, "one pass")
-
-
 def ignores_mask(policy, monkeypatch, four=False):
     """Have the model drop a mask, of two or of four dimensions."""
     forward = type(policy.base).forward
@@ -348,11 +338,6 @@ def test_a_window_longer_than_the_trial_is_found(opened, way):
     local.bias.copy_(past & ~past.tril(-window))
     assert not logprobs.takes_way(wide, way)
     assert logprobs.takes_way(wide, "two passes")
-
-
-def test_padding_is_a_token_with_an_embedding(opened):
-    _, policy = opened("gemma3n")
-    assert policy.base.get_input_embeddings().weight[policy.pad_id].any()
 
 
 def test_a_trial_leaves_no_trace(embedded):

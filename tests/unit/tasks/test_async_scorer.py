@@ -172,16 +172,6 @@ async def test_closed_scorer_fails_its_questions():
         await scorer.prompt(ref())
 
 
-async def test_error_in_the_body_is_raised():
-    async def body():
-        async with AsyncScorer() as scorer:
-            await scorer.prompt(ref())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await body()
-
-
 async def test_cancelling_the_body_closes_the_scorer():
     with trio.CancelScope() as scope:
         async with AsyncScorer() as scorer:

@@ -6,7 +6,6 @@ pytest tests/unit/tasks/test_games.py
 
 import random
 import re
-from collections import deque
 
 import pytest
 
@@ -98,41 +97,6 @@ def test_a_map_of_its_own_for_each_question(gymnasium, named):
         held_out = {scorer.prompt(ref(task, index, evaluation_seed(task))) for index in range(20)}
     assert len(maps) > 15
     assert not maps & held_out
-
-
-def test_the_passenger_arrives(gymnasium, named):
-    """The player follows the shortest path in the library's own table of transitions."""
-    task, environment = named(TAXI), gymnasium.make("Taxi-v4").unwrapped
-    names = ("south", "north", "east", "west", "pickup", "dropoff")
-    with Scorer() as scorer:
-        for index in range(5):
-            start, _ = environment.reset(seed=environment_seed(SEED, index))
-            row, column, *_ = environment.decode(start)
-            assert f"The taxi is at row {row}, column {column}." in scorer.prompt(ref(task, index))
-            reached, queue = {start: []}, deque([start])
-            while queue:
-                state = queue.popleft()
-                for action in range(6):
-                    ((_, following, _, over),) = environment.P[state][action]
-                    if over:
-                        way = [*reached[state], names[action]]
-                        queue.clear()
-                        break
-                    if following not in reached:
-                        reached[following] = [*reached[state], names[action]]
-                        queue.append(following)
-            good, clumsy = scorer.score(ref(task, index), [way, ["dropoff", *way]]).rewards
-            assert good == 1.0
-            assert 0.0 < clumsy < 1.0
-
-
-def test_a_cliff_is_walked_around(gymnasium, named):
-    task = named(CLIFF)
-    way = ["up", *["right"] * 11, "down"]
-    with Scorer() as scorer:
-        scored = scorer.score(ref(task), [way, ["right", *way], ["left"] * 10 + way, ["up"] * 32])
-    assert scored.rewards == [1.0, pytest.approx(0.07), pytest.approx(0.97), 0.0]
-    assert [episode.done for episode in scored.episodes] == [True] * 4
 
 
 def test_cards_are_worth_half_in_a_draw(gymnasium, named):

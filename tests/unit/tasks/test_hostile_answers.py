@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.registry import REFUSED, TASKS, task_version
+from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.wire.messages import TaskRef
 from tests.support.one_turn import ONE_TURN_TASKS
 from tests.support.whole_gym import IMPORT
@@ -119,16 +119,6 @@ ALLOWED = [
     for spec in TASKS.values()
     if spec.kind == "reasoning_gym"
 ]
-
-
-def test_the_danger_is_real(tmp_path):
-    """Each refused scorer executes an answer. If this fails, the library was fixed: review the
-    scorer again."""
-    names = [task.removeprefix("rg/") for task in REFUSED]
-    run_raw([(name, {}) for name in names], [CODE[0], CODE[4]], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        f"{name}.marker" for name in names
-    )
 
 
 def test_allowed_scorers_execute_nothing_even_without_a_sandbox(tmp_path):

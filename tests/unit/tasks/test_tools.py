@@ -2,7 +2,6 @@
 scorer's sandbox.
 """
 
-import inspect
 import json
 import re
 
@@ -292,12 +291,3 @@ def test_the_same_calls_have_the_same_results(shop):
 def test_turns_are_not_for_a_verifier(shop):
     with pytest.raises(ConfigError, match="turns is for an own environment"):
         dataset(shop, "exact", turns=3)
-
-
-def test_trl_has_the_same_names():
-    """The names that a class has for TRL: reset, get_reward, and public methods as tools."""
-    trainer = pytest.importorskip("trl").GRPOTrainer
-    source = inspect.getsource(inspect.getmodule(trainer))
-    assert (
-        'member_name not in ("reset", "get_reward") and not member_name.startswith("_")' in source
-    )

@@ -9,7 +9,6 @@ import trio
 
 from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
-from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.stages.stage_frames import Fence, Place
 from swarmnode.stages.trainer import local_stage
@@ -113,17 +112,6 @@ async def test_copy_starts_as_the_base_and_expires(one):
     await one.followed(one.at(MAX_AGE + 1, by=0.05))
     assert ids(one.sample(MAX_AGE + 1)) != first
     assert one.copy.status_fields(MAX_AGE + 1)["copy_age_steps"] == 0
-
-
-async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
-    """A CPU draws 0.3 s for the next tokens of 64 answers of a vocabulary of 150,000."""
-    seeds = []
-    there = lambda policy, seed: seeds.append(seed) or torch.Generator(policy.device).manual_seed(7)
-    monkeypatch.setattr(Policy, "random_generator", there)
-    first = one.copy.sample(0, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(1))
-    second = one.copy.sample(0, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(2))
-    assert ids(first) == ids(second), "by the policy's own generator"
-    assert len(set(seeds)) == 2, "which is seeded from the caller's"
 
 
 async def test_lost_steps_are_fetched_again(one):

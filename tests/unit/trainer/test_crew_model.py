@@ -7,12 +7,12 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
-from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.model_shape import Shape
 from swarmnode.policy import device
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
+from swarmnode.policy.device import TRAINED_BYTES, probe
 from swarmnode.policy.logprobs import collate
 from swarmnode.stages.crew_messages import StageAssignment
 from swarmnode.stages.specs import stage_memory, stage_specs
@@ -23,7 +23,6 @@ from swarmnode.stages.trainer.crew_model import (
     estimate_cost,
     fits_whole,
     host_bytes_per_weight,
-    within_host_memory,
 )
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import averaged_parameters
@@ -240,32 +239,3 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
         else:
             runtime.backward(batch, None, states)
     assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
-
-
-def test_checkpoints_and_averaging_count_as_host_memory(monkeypatch):
-    """The planned host memory covers the journal's copy of weights and moments, the slow weights,
-    momentum and base of averaging, and three snapshots. A process beyond it would be killed."""
-    averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
-    assert (host_bytes_per_weight(averaged), host_bytes_per_weight(saved)) == (30, 18)
-    shape = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    cpu, gpu = (
-        Placement(torch.device("cpu"), torch.float32, ""),
-        Placement(torch.device("cuda:0"), torch.float32, ""),
-    )
-    weights_of = lambda placement, weights: (
-        estimate_cost(Config(weights=weights), shape, placement).layers[0].memory
-    )
-    parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
-    assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
-    assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
-    monkeypatch.setattr("swarmnode.stages.trainer.crew_model.free_bytes", lambda device: 30e9)
-    whole = Config(weights=averaged)
-    adapter = Config(weights=averaged, policy=PolicyConfig(lora=LoraSettings(r=16)))
-    assert within_host_memory(80e9, whole, gpu) == 16e9, "a billion weights, which 30 GB keep"
-    assert within_host_memory(80e9, adapter, gpu) == within_host_memory(80e9, whole, cpu) == 80e9

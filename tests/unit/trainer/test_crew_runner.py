@@ -4,7 +4,6 @@ import contextlib
 import threading
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 import trio
@@ -13,15 +12,12 @@ from swarmnode.errors import ConfigError, DeviceError, PeerError, Refused, State
 from swarmnode.stages.crew_messages import (
     CrewEnd,
     CrewStart,
-    HeldBlock,
     StageAssignment,
     StageFault,
     StageStatus,
-    TrainerOffer,
 )
-from swarmnode.stages.specs import ModelCost, PartCost
 from swarmnode.stages.trainer import runner
-from swarmnode.stages.trainer.crew_trainer import REDUCED_OFFER, CrewTrainer
+from swarmnode.stages.trainer.crew_trainer import CrewTrainer
 from swarmnode.stages.trainer.runner import StageRunner
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.weights import local
@@ -426,34 +422,6 @@ def test_member_stays_until_the_crew_ends(node):
     one.runner.receive(CrewEnd("the head has ended"))
     one.until(lambda: one.runner.finished(3))
     assert not one.runner.finished(4), "the next crew takes it"
-
-
-COPY = HeldBlock(LINEAGE, (9, 9), 0, 5, "disk")
-
-
-def test_offers_less_after_a_stage_that_did_not_fit():
-    sent = []
-    cost = ModelCost(PartCost(1, 1), (PartCost(10, 1),) * 4, PartCost(2, 1))
-    offering = TrainerOffer(b"m" * 32, 1000.0, 1.0, cost)
-    node = SimpleNamespace(
-        _trainer_offer=offering,
-        _link=SimpleNamespace(send=sent.append),
-        _recovery=SimpleNamespace(held_blocks=lambda: (COPY,)),
-    )
-    planned = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
-    for assigned, memory in (
-        (msgspec.structs.replace(planned, layers=(9, 9)), 1000.0),
-        (planned, REDUCED_OFFER * 22.0),
-        (planned, REDUCED_OFFER * 22.0),
-    ):
-        CrewTrainer._reduce_offer(node, assigned)
-        assert node._trainer_offer.memory == pytest.approx(memory)
-    CrewTrainer._offer(node, None)
-    assert sent == [msgspec.structs.replace(node._trainer_offer, held_blocks=(COPY,))]
-    CrewTrainer._offer(
-        node, SimpleNamespace(held_block=lambda: msgspec.structs.replace(COPY, where="memory"))
-    )
-    assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
 
 def test_stage_of_a_stopped_crew_starts_no_exchange():

@@ -82,27 +82,6 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
     assert usual.tokens_total > usual.evaluation_tokens_total + 6 * 8 * 8
 
 
-async def test_a_run_of_40_steps_is_measured_at_least_four_times(tmp_path):
-    torch.set_num_threads(1)
-    (tmp_path / "run").mkdir()
-    network = NetworkSide()
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": tmp_path},
-            "training": {"max_steps": 40, "num_generations": 2, "groups_per_step": 2},
-        }
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(tmp_path, network).run)
-        await trio.to_thread.run_sync(Trainer(config, Progress()).run)
-        nursery.cancel_scope.cancel()
-    measured = {report.reward_held_out_step for report in network.reports}
-    assert measured == {None, 0, 10, 20, 40}
-    shown = [report.activity for report in network.reports if report.phase == "evaluating"]
-    assert "evaluating 32 of 576" in shown, "the first one"
-    assert "evaluating 32 of 144" in shown, "smaller ones rather than none"
-
-
 @pytest.mark.parametrize(("seconds", "batches"), [(0.0, 1), (60.0, 2)])
 async def test_the_policy_is_measured_when_the_node_stops(tmp_path, monkeypatch, seconds, batches):
     torch.set_num_threads(1)

@@ -7,23 +7,17 @@ import math
 
 import pytest
 import torch
-import trio
-from structlog.testing import capture_logs
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
-from swarmnode.link.server import LinkServer
 from swarmnode.policy import load
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.trainer import state
 from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import Updater
-from tests.support.network_side import NetworkSide
 
 HALF = PolicyConfig(devices="cpu", dtype="float16")
 TOO_LARGE = 2.0**40
@@ -125,39 +119,3 @@ def test_the_scale_is_saved_and_restored(tmp_path, rows):
     assert second._updater.loss_scale == 65536.0
     assert second.restore(tmp_path, rng).step == 1
     assert second._updater.loss_scale == TOO_LARGE / 2
-
-
-@pytest.fixture
-def network():
-    return NetworkSide()
-
-
-async def test_a_trainer_counts_overflows_and_logs_them_once(tmp_path, network, monkeypatch):
-    (tmp_path / "run").mkdir()
-    real = load.make_accelerator
-
-    def scaled(placement):
-        made = real(placement)
-        made.scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE, backoff_factor=2.0**-60)
-        return made
-
-    monkeypatch.setattr(load, "make_accelerator", scaled)
-    config = Config(
-        node={"data_dir": tmp_path},
-        policy=HALF,
-        training={"max_steps": 6, "eval_every": 100},
-        task={"held_out_per_task": 4},
-        weights={"rule": "off"},
-    )
-    with capture_logs() as logs:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(LinkServer(tmp_path, network).run)
-            await trio.to_thread.run_sync(Trainer(config, Progress()).run)
-            nursery.cancel_scope.cancel()
-    last = network.reports[-1]
-    assert (last.step, last.dtype) == (6, "float16")
-    updates = last.drops["update"]
-    assert 1 <= updates.dropped["overflow"] < 6
-    assert updates.kept == last.policy_version == 6 - sum(updates.dropped.values())
-    no_updates = [each["reason"] for each in logs if each["event"] == "no update"]
-    assert no_updates.count("overflow") == 1

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 import trio
-from structlog.testing import capture_logs
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.link.server import LinkServer
@@ -85,22 +84,6 @@ async def test_lone_trainer_learns_and_publishes_its_groups(tmp_path):
         assert len(group.rewards) == len(group.completions) == 8
 
 
-async def test_other_held_out_questions_start_a_new_comparison(tmp_path):
-    first, second = NetworkSide(), NetworkSide()
-    await train(tmp_path, first, max_steps=2)
-    await train(tmp_path, second, max_steps=3, held_out=4)
-    before, after = first.reports[-1], second.reports[-1]
-    assert (before.step, after.step) == (2, 3)
-    assert (
-        before.held_out_questions
-        != after.held_out_questions
-        == second.reports[0].held_out_questions
-    )
-    assert second.reports[0].reward_held_out is second.reports[0].reward_held_out_start is None
-    measured = [r for r in second.reports if r.reward_held_out_start is not None]
-    assert measured[0].reward_held_out_step == 2
-
-
 async def test_restarted_trainer_repeats_no_question(tmp_path):
     first, second = NetworkSide(), NetworkSide()
     await train(tmp_path, first, max_steps=5)
@@ -167,23 +150,6 @@ async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
     assert min(report.own_groups for report in network.reports if report.step > 0) < 8, (
         "more from others means fewer of its own"
     )
-
-
-async def test_a_step_is_one_line_of_a_terminal(tmp_path):
-    network = NetworkSide()
-    with capture_logs() as lines:
-        await train(tmp_path, network, max_steps=2)
-    steps = [line for line in lines if line["event"] == "step"]
-    assert [(line["step"], line["log_level"]) for line in steps] == [(1, "info")], "not each step"
-    assert all(line["seconds"] > 0 for line in steps)
-    fields = steps[0] | {"step": 123_456, "seconds": 1234.56, "own": 128, "peers": 128}
-    shown = " ".join(
-        f"{key}={value}" for key, value in fields.items() if key not in ("event", "log_level")
-    )
-    assert len(f"12:34:56 [info] step {shown}") <= 80
-    rewards = network.reports[-1].reward_by_task
-    assert rewards
-    assert all(0.0 <= reward <= 1.0 for reward in rewards.values())
 
 
 async def test_stop_ends_the_wait_for_the_identity(tmp_path):

@@ -1,32 +1,26 @@
 """Every architecture of the zoo is tried and trained for two steps, or refused in one line."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-import trio
 
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import Unavailable
-from swarmnode.link.server import LinkServer
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.text import silent_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
-from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.model_zoo import CONFIGS, build
-from tests.support.network_side import NetworkSide
 
 REFUSED = {"mamba"}
 TOKENS = 24
@@ -117,8 +111,7 @@ def from_peer(policy, prompt):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("option", ["lockstep", "continuous"])
+@pytest.mark.parametrize(("option", "lora"), [("lockstep", 4), ("continuous", 0)])
 @pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
 def test_trains_on_peer_and_own_groups(directory, kind, option, lora):
     cfg = opened(directory(kind), lora)
@@ -131,29 +124,3 @@ def test_trains_on_peer_and_own_groups(directory, kind, option, lora):
     for result in steps(cfg, policy, option, judgement.accepted):
         assert result.stepped
         assert result.effective_external is not None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
-async def test_a_whole_trainer_runs_with_it(tmp_path, directory, kind, lora):
-    (tmp_path / "run").mkdir()
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": tmp_path},
-            "policy": {"model": str(directory(kind)), "devices": "cpu", "lora": {"r": lora}},
-            "task": {"held_out_per_task": 1},
-            "training": {
-                "max_steps": 2,
-                "groups_per_step": 2,
-                "num_generations": 4,
-                "max_completion_length": TOKENS,
-            },
-        }
-    )
-    network = NetworkSide()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(tmp_path, network).run)
-        await trio.to_thread.run_sync(partial(Trainer(config, Progress()).run))
-        nursery.cancel_scope.cancel()
-    assert network.reports[-1].step == 2

@@ -1,7 +1,6 @@
 """A trainer that trains on nothing, shares nothing or reads nothing reports it, and health shows
 it."""
 
-import json
 import math
 
 import msgspec
@@ -60,12 +59,11 @@ def health(report):
     return troubles(msgspec.structs.replace(s, trainer=trainer))
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-async def test_gradients_that_are_never_finite_are_a_trouble(tmp_path, monkeypatch, number):
+async def test_gradients_that_are_never_finite_are_a_trouble(tmp_path, monkeypatch):
     real = loop.make_whole_policy
 
     def spoilt(config, policy, *args):
-        policy.trainable_parameters()[0].register_hook(lambda g: torch.full_like(g, number))
+        policy.trainable_parameters()[0].register_hook(lambda g: torch.full_like(g, math.inf))
         return real(config, policy, *args)
 
     monkeypatch.setattr(loop, "make_whole_policy", spoilt)
@@ -129,30 +127,6 @@ def test_nothing_sampled_has_no_lengths():
     assert set(reporting.completion_lengths([]).values()) == {None}
 
 
-async def test_every_line_has_the_usual_grpo_metrics(tmp_path):
-    await train(tmp_path, max_steps=2, beta=0.1, eval_every=1)
-    lines = [json.loads(line) for line in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
-    for line in lines:
-        for name in GRPO:
-            assert isinstance(line[name], int | float), name
-        assert 0 < line["completion_tokens"] <= line["completion_tokens_p95"] <= 8
-        assert line["drops"]["group"]["kept"] >= 0
-
-
-GRPO = (
-    "completion_tokens",
-    "completion_tokens_p95",
-    "completion_cut_share",
-    "entropy",
-    "grad_norm",
-    "kl",
-    "zero_advantage_share",
-    "tokens_per_second",
-    "reward_held_out",
-    "reward_held_out_error",
-)
-
-
 def spoil(path, name):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -163,7 +137,7 @@ def spoil(path, name):
     save_file(tensors, path, metadata=metadata)
 
 
-@pytest.mark.parametrize("part", ["weights.", "first.", "second.", "outer.phi.", "outer.delta."])
+@pytest.mark.parametrize("part", ["weights.", "outer.phi."])
 async def test_a_trainer_continues_from_the_kept_state(tmp_path, part):
     await train(tmp_path, max_steps=2)
     trainer = tmp_path / "trainer"

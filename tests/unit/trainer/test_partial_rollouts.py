@@ -71,11 +71,6 @@ def test_unfinished_rows_continue_under_the_next_version(trained):
     assert all(experience.rows > 1 for experience in experiences)
 
 
-def test_the_engine_does_not_fail(trained):
-    engine, *_ = trained
-    assert engine.statistics().engine_failures == 0
-
-
 def test_the_correction_covers_tokens_of_earlier_versions(trained):
     """The effective share is 1 if the present policy sampled all tokens, and lower if an older one
     sampled some; at this learning rate, only a little lower."""

@@ -7,8 +7,7 @@ from importlib import resources
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
 from swarmnode import settings
 from swarmnode.cli import run
@@ -18,19 +17,11 @@ from swarmnode.install import install_command
 from swarmnode.model_shape import Shape
 from swarmnode.policy import device
 from swarmnode.policy.footprint import Method, footprint, micro_batch
-from swarmnode.policy.generate import Sampling
 from swarmnode.policy.micro import RowTooLarge
-from swarmnode.rollouts.trainer.batch import assemble, own_group
-from swarmnode.trainer.engine import make_whole_policy, open_policy
-from swarmnode.trainer.state import Counters
 
 NAMES = [recipe.name for recipe in settings.recipes()]
 PROMPT = 512
 """Tokens of a question that the plan's rows leave room for."""
-CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
-    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, True),
     "1.5B": (1536, 8960, 28, 12, 2, True),
@@ -91,94 +82,6 @@ def test_recipe_figures_equal_the_plan(name):
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
     assert settings.unsuitable_values(config) == []
-
-
-def test_recipe_is_shown(capsys):
-    assert run(["recipes", "show", "cpu-0.5b-lora"]) == 0
-    assert capsys.readouterr().out.strip() == text_of("cpu-0.5b-lora").strip()
-    assert run(["recipes", "show", "cpu-0.5b-lora", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["set"]["policy.devices"] == "cpu"
-    assert run(["recipes", "show", "12gb"]) == 78
-    assert "no recipe '12gb'; there are 24gb-1.5b, " in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def shrunk(tmp_path_factory):
-    """A small Qwen2 with a byte-level BPE tokenizer trained on this file, and Qwen's chat
-    template."""
-    directory = tmp_path_factory.mktemp("qwen2")
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator([text_of(name) for name in NAMES], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT
-    )
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_recipe_of_a_small_model_samples_cuts_and_learns(name, shrunk, tmp_path):
-    """The recipe with a small model on a CPU (float32, 32-bit moments) and answers of at most 160
-    tokens."""
-    said = [
-        f"policy.model={json.dumps(str(shrunk))}",
-        "policy.devices=cpu",
-        "policy.dtype=float32",
-        "policy.optim=adamw",
-        "training.max_completion_length=160",
-        "training.num_generations=4",
-        f"node.data_dir={json.dumps(str(tmp_path))}",
-    ]
-    config = settings.load(overrides=said, recipe=name).config
-    training = config.training
-    engine = make_whole_policy(
-        config,
-        open_policy(config.policy, None, lambda line: None),
-        Counters(),
-        send=lambda message: None,
-    )
-    sampling = Sampling(
-        training.num_generations,
-        training.max_completion_length,
-        training.temperature,
-        training.top_p,
-    )
-    samples = engine.generate(
-        ["What is 3 + 4?", "Spell this word backward: tree"], sampling, engine.random_generator(1)
-    )
-    assert "<|im_start|>assistant" in engine.text.tokenizer.decode(samples[0].prompt_ids)
-    completions = [completion for sample in samples for completion in sample.completions]
-    assert any(c.finish == "length" and len(c.ids) == 160 for c in completions)
-    rows = assemble(
-        [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples], training.advantage
-    )
-    before = engine.score(rows.rows, training.temperature)
-    for _ in range(2):
-        assert engine.update(rows).stepped
-    after = engine.score(rows.rows, training.temperature)
-    gain = [sum(new) - sum(old) for (new, _), (old, _) in zip(after, before, strict=True)]
-    assert float((torch.tensor(gain) * rows.advantages).sum()) > 0
 
 
 def test_recipe_overrides_stored_settings_only(tmp_path):

@@ -6,7 +6,6 @@ test checks that omitting any of them gives another gradient.
 """
 
 import copy
-import random
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import BAND, CAP
-from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
+from swarmnode.rollouts.trainer.batch import Rows
 from swarmnode.trainer.update import Updater
 
 PAD, EOS, LENGTH = 0, 1, 7
@@ -308,79 +307,6 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
         "advantages": rows.advantages,
     }
     four_steps(policy.clone(), trainer, batch, rows, cfg)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "settings"),
-    [
-        ("grpo", dict(scale_rewards="group")),
-        ("dr_grpo", dict(scale_rewards="none")),
-    ],
-)
-def test_four_steps_on_rewards_of_several_components_are_trls(
-    policy, folder, estimator, settings, tmp_path
-):
-    """TRL samples and calls its weighted reward functions, one of which does not apply to some
-    completions."""
-    rng, said = random.Random(0), {}
-
-    def correctness(completions, **_):
-        said["correctness"] = [float(rng.random() < 0.4) for _ in completions]
-        return said["correctness"]
-
-    def brevity(completions, **_):
-        said["brevity"] = [rng.random() for _ in completions]
-        return said["brevity"]
-
-    def style(completions, **_):
-        said["style"] = [None if i % 3 == 0 else rng.random() for i, _ in enumerate(completions)]
-        return said["style"]
-
-    weights = {"correctness": 0.6, "brevity": 0.3, "style": 0.1}
-    functions = [correctness, brevity, style]
-    trainer = trls(
-        folder,
-        tmp_path,
-        functions,
-        reward_weights=[weights[f.__name__] for f in functions],
-        loss_type="dapo",
-        **settings,
-    )
-    batch = trainer._generate_and_score_completions(
-        [{"prompt": "w2 w3"}] * 4 + [{"prompt": "w4 w5 w6"}] * 4
-    )
-    inside = [batch[name].bool() for name in ("prompt_mask", "completion_mask")]
-    chosen = [
-        (p[here].tolist(), c[there].tolist())
-        for p, c, here, there in zip(
-            batch["prompt_ids"], batch["completion_ids"], *inside, strict=True
-        )
-    ]
-    groups = []
-    for of in (slice(0, 4), slice(4, 8)):
-        made_of = [
-            {f: v for f, v in zip(said, row, strict=True) if v is not None}
-            for row in zip(*(said[f][of] for f in said), strict=True)
-        ]
-        rewards = [sum(weights[f] * value for f, value in each.items()) for each in made_of]
-        sampler = [[0.0] * len(completion) for _, completion in chosen[of]]
-        groups.append(TrainingGroup(chosen[of], sampler, rewards, [1.0] * 4))
-    rows = assemble(groups, estimator)
-    assert rows.advantages.abs().max() > 0.1
-    assert torch.allclose(rows.advantages, batch["advantages"], atol=1e-4)
-
-    cfg = TrainingConfig(
-        temperature=TEMPERATURE,
-        max_completion_length=LENGTH,
-        learning_rate=RATE,
-        advantage=estimator,
-    )
-    four_steps(policy.clone(), trainer, batch, rows, cfg)
-
-
-def test_the_two_corrections_differ(policy, rows):
-    tis, icepop = (exact(policy, rows, correction=each) for each in BY_HAND)
-    assert float((tis - icepop).norm() / tis.norm()) > 0.01
 
 
 def test_effective_shares_are_reported_by_source(policy, rows):

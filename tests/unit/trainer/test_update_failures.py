@@ -103,15 +103,13 @@ class Panic(BaseException):
 FAILURES = {
     "forward": ({"forward": IndexError("index 99 is out of range")}, "failed"),
     "backward": ({"backward": RuntimeError("a kernel says no")}, "failed"),
-    "assertion": ({"forward": AssertionError()}, "failed"),
     "panic": ({"forward": Panic("x")}, "failed"),
     "nan": ({"backward": float("nan")}, "no_gradient"),
-    "inf": ({"backward": float("inf")}, "no_gradient"),
 }
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize("bad", [[2], [1, 3], [1, 2, 3]])
+@pytest.mark.parametrize("bad", [[2], [1, 2, 3]])
 def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypatch, kind, bad):
     failure, outcome = FAILURES[kind]
     expected = updated(base, [g for n, g in enumerate(groups) if n not in bad])
