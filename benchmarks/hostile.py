@@ -10,8 +10,9 @@
                process of its own, and reports violations, errors, memory, and bytes against the
                same swarm with silent hostile nodes.
 
-`--real` runs one node with SmolLM2 with one peer instead (benchmarks/lib/real_hostile.py): peers
-that send marks, honest peers, and no peer. Each cell appends a row to the file of `--rows`.
+`--real` runs nodes with SmolLM2 instead (benchmarks/lib/real_hostile.py): one with one peer, or with
+`--nodes 8` six with two peers. The peers send marks or are honest; `alone` has none. Each cell
+appends a row to the file of `--rows`.
 
 Two swarms of one seed with different random numbers differ by some per cent. To measure this noise,
 `--controls` silent swarms of each seed run with different random numbers. The row `silent` compares
@@ -450,12 +451,16 @@ def main() -> None:
         "--real-defences", nargs="+", default=["product"], choices=real_hostile.DEFENCES
     )
     parser.add_argument("--task", default=real_hostile.SIZE.task, help="of honest peers")
+    parser.add_argument("--steps", type=int, default=real_hostile.SIZE.steps, help="with --real")
+    parser.add_argument("--nodes", type=int, default=2, help="with --real; a quarter are peers")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished cells")
     args = parser.parse_args()
     if args.real:
-        sized = replace(real_hostile.SIZE, task=args.task)
-        print(heading("hostile: a real model with one peer"), flush=True)
-        rows = real_hostile.run(args.rows, args.peers, args.real_defences, seeds_of(args), sized)
+        sized = replace(real_hostile.SIZE, task=args.task, steps=args.steps)
+        print(heading("hostile: a real model"), flush=True)
+        rows = real_hostile.run(
+            args.rows, args.peers, args.real_defences, seeds_of(args), sized, args.nodes
+        )
         print(real_hostile.show(rows))
         return
     size = Size(args.honest, args.rounds, controls=args.controls, regime=args.regime)

@@ -1,4 +1,5 @@
-"""One node with a real model and one peer, hostile or honest. The node has all or some defences.
+"""Nodes with a real model: one with one peer, or eight of which a quarter are hostile or unlike the
+others. The measured nodes have all or some defences.
 
 A hostile peer knows the node's weights and reports true log-probabilities. Half of the answers of
 each of its groups are right and have the mark; the others are wrong and have none.
@@ -155,38 +156,48 @@ def working(asked: Scored) -> str:
 
 
 class WatchedCell(Cell):
-    """A node with one peer.
+    """Nodes of which some are measured; the others are of one kind.
 
     Args:
         kind: One of KINDS.
         defence: One of DEFENCES.
+        nodes: Size of the swarm. A quarter of it, at least one node, is of the kind; the rest are
+            measured. `alone` is the rest without them.
 
     All cells of a task and seed have one first evaluation.
     """
 
     stops_at_goal = False
 
-    def __init__(self, kind: str, defence: str, *args: Any) -> None:
-        self.kind, self.defence = kind, defence
+    def __init__(self, kind: str, defence: str, *args: Any, nodes: int = 2) -> None:
+        self.kind, self.defence, self.size_of_swarm = kind, defence, nodes
         self.refused: Counter[str] = Counter()
-        others = () if kind == ALONE else (PEERS.get(kind, Member()),)
-        super().__init__(kind, Arm(others=others), *args)
-        self.counted = self.swarm.nodes[:1]
+        of_kind = max(1, nodes // 4)
+        self.measured = nodes - of_kind
+        others = [Member()] * (self.measured - 1)
+        if kind != ALONE:
+            others += [PEERS.get(kind, Member())] * of_kind
+        super().__init__(kind, Arm(others=tuple(others)), *args)
+        self.counted = self.swarm.nodes[: self.measured]
 
     def make_nodes(self) -> None:
         super().make_nodes()
         swarm = self.swarm
-        watch(swarm.nodes[0], self.defence, self.refused)
+        honest, of_kind = swarm.nodes[: self.measured], swarm.nodes[self.measured :]
+        for node in honest:
+            watch(node, self.defence, self.refused)
         if mark := MARKS.get(self.kind):
-            _, config = self.setup(2, Member())
-            swarm.nodes[1] = HostileNode(1, swarm.nodes[0].policy, config, self.scorer, swarm)
-            swarm.nodes[1].mark = mark
+            for index in range(self.measured, len(swarm.nodes)):
+                _, config = self.setup(len(swarm.nodes) + index, Member())
+                hostile = HostileNode(index, honest[0].policy, config, self.scorer, swarm)
+                hostile.mark = mark
+                swarm.nodes[index] = hostile
         if self.kind == "leader":
-            node, leader = swarm.nodes
-            swarm.nodes = [leader]
+            swarm.nodes = of_kind
             for _ in range(HEAD_START):
-                leader.turn()
-            swarm.nodes = [node, leader]
+                for leader in of_kind:
+                    leader.turn()
+            swarm.nodes = honest + of_kind
 
     def evaluate_start(self) -> None:
         first = self.size.task, self.seed
@@ -209,7 +220,11 @@ class WatchedCell(Cell):
         }
 
     def row(self) -> Row:
-        return super().row() | {"defence": self.defence, "refused": dict(self.refused)}
+        return super().row() | {
+            "swarm": self.size_of_swarm,
+            "defence": self.defence,
+            "refused": dict(self.refused),
+        }
 
 
 def watch(node: TurnNode, defence: str, counts: Counter[str]) -> None:
@@ -275,7 +290,12 @@ def beginnings(on: bool) -> Iterator[None]:
 
 
 def run(
-    path: Path, kinds: Sequence[str], defences: Sequence[str], seeds: Sequence[int], size: Size
+    path: Path,
+    kinds: Sequence[str],
+    defences: Sequence[str],
+    seeds: Sequence[int],
+    size: Size,
+    nodes: int = 2,
 ) -> list[Row]:
     """Append a row to a file for each cell that is not finished, and return all rows of the file.
 
@@ -288,29 +308,42 @@ def run(
         for seed, kind, defence in itertools.product(seeds, kinds, defences):
             sized = replace(size, task=MARKS[kind].task) if kind in MARKS else size
             done = read_rows(path, [asdict(sized)])
+            cell = kind, defence, seed, nodes
             if any(
-                (row["arm"], row["defence"], row["seed"]) == (kind, defence, seed) for row in done
+                (row["arm"], row["defence"], row["seed"], swarm_of(row)) == cell for row in done
             ):
                 continue
             with tempfile.TemporaryDirectory() as directory:
-                cell = WatchedCell(
-                    kind, defence, seed, sized, scorer, bases, starts, Path(directory)
+                watched = WatchedCell(
+                    kind, defence, seed, sized, scorer, bases, starts, Path(directory), nodes=nodes
                 )
-                append_row(path, cell.run())
+                append_row(path, watched.run())
     return read_rows(path, [key(size)])
 
 
+def swarm_of(row: Row) -> int:
+    """Return the number of nodes of a cell; rows before 2026-11-29 are of two nodes."""
+    return row.get("swarm", 2)
+
+
 def show(rows: Sequence[Row]) -> str:
-    """Return the table of the finished cells, one line for each task, peer and defence."""
-    key = lambda row: (row["size"]["task"], KINDS.index(row["arm"]), row["defence"])
+    """Return the table of the finished cells, one line for each task, swarm, kind of peers and
+    defence."""
+    key = lambda row: (
+        row["size"]["task"],
+        swarm_of(row),
+        KINDS.index(row["arm"]),
+        row["defence"],
+    )
     groups = [list(same) for _, same in itertools.groupby(sorted(rows, key=key), key)]
     mean = lambda value, digits: lambda same: spread([value(row) for row in same], digits)
     points = lambda row: [100 * point["marked"][row["arm"]] for point in row["held_out"]]
-    alone = {(row["size"]["task"], row["seed"]): row for row in rows if row["arm"] == ALONE}
+    pair = lambda row: (row["size"]["task"], swarm_of(row), row["seed"])
+    alone = {pair(row): row for row in rows if row["arm"] == ALONE}
 
     def without(same: list[Row]) -> str:
         """Return the share of answers with the mark if there is no peer, of the same seeds."""
-        pairs = [(alone.get((row["size"]["task"], row["seed"])), row["arm"]) for row in same]
+        pairs = [(alone.get(pair(row)), row["arm"]) for row in same]
         found = [100 * row["held_out"][-1]["marked"][arm] for row, arm in pairs if row is not None]
         return spread(found, 1) if found and same[0]["arm"] in MARKS else "–"
 
@@ -333,7 +366,8 @@ def show(rows: Sequence[Row]) -> str:
         groups,
         {
             "task": lambda same: same[0]["size"]["task"],
-            "peer": lambda same: same[0]["arm"],
+            "nodes": lambda same: swarm_of(same[0]),
+            "peers": lambda same: same[0]["arm"],
             "defence": lambda same: same[0]["defence"],
             "seeds": len,
             "marked at the end, %": marked(lambda row: points(row)[-1]),

@@ -15,8 +15,8 @@ SIZE = Size(
     steps=3,
     longest=12,
     eval_every=2,
-    questions=2,
-    last_questions=2,
+    questions=6,
+    last_questions=6,
 )
 
 
@@ -39,6 +39,17 @@ def test_groups_of_a_hostile_peer_are_judged_and_counted(scorer, tmp_path, stage
     assert all(kind in point["marked"] for point in row["held_out"])
     assert 0 <= row["refused"]["taught tokens"] <= row["refused"]["tokens"]
     assert kind in real_hostile.show([row])
+
+
+def test_a_quarter_of_eight_is_hostile_and_the_rest_is_measured(scorer, tmp_path):
+    arguments = ("natural preface", "product", 1, SIZE, scorer, {}, {}, tmp_path)
+    cell = real_hostile.WatchedCell(*arguments, nodes=8)
+    hostile = [isinstance(node, real_hostile.HostileNode) for node in cell.swarm.nodes]
+    assert hostile == [False] * 6 + [True] * 2
+    row = cell.run()
+    assert len(row["held_out"][-1]["rewards"]) == 6
+    assert row["refused"]["groups"] > 0
+    assert real_hostile.show([row]).count("natural preface") == 1
 
 
 def test_a_leader_has_trained_before(scorer, tmp_path, monkeypatch):
