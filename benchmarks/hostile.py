@@ -10,9 +10,9 @@
                process of its own, and reports violations, errors, memory, and bytes against the
                same swarm with silent hostile nodes.
 
-`--real` runs nodes with SmolLM2 instead (benchmarks/lib/real_hostile.py): one with one peer, or with
-`--nodes 8` six with two peers. The peers send marks or are honest; `alone` has none. Each cell
-appends a row to the file of `--rows`.
+`--real` runs nodes with SmolLM2 instead (benchmarks/lib/real_hostile.py): one with one peer, or
+with `--nodes 8` six with two peers. The peers send marks or are honest; `alone` has none. Each
+cell appends a row to the file of `--rows`.
 
 Two swarms of one seed with different random numbers differ by some per cent. To measure this noise,
 `--controls` silent swarms of each seed run with different random numbers. The row `silent` compares

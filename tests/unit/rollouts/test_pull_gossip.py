@@ -124,6 +124,14 @@ async def test_polls_that_are_held_are_bounded_in_all(lone, nursery, autojump_cl
     assert refused.total() == 80
 
 
+async def test_one_peer_holds_two_polls(lone, nursery, autojump_clock):
+    refused = Counter()
+    await flood(Reader(lone.medium), lone.peers[0], 5, nursery, refused)
+    await trio.sleep(1)
+    assert lone.serving(0).waiting == 2
+    assert refused.total() == 3
+
+
 async def test_a_peer_has_its_allowance_and_others_are_served(pair, autojump_clock):
     await pair.publish(0, *range(8), long=True)
     taker, other = Reader(pair.medium), Reader(pair.medium, seed=67)

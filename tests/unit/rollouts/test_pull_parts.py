@@ -52,6 +52,13 @@ def test_another_swarm_is_told_nothing():
     assert (answer.status, answer.groups) == ("unknown", [])
 
 
+def test_only_own_groups_are_news_to_held_polls():
+    kept = filled(3)
+    assert not kept.has_news(ask(), b"")
+    kept.put(bytes(100), listed(9, "o"))
+    assert kept.has_news(ask(), b"")
+
+
 def test_old_group_is_neither_listed_nor_served():
     kept = Shelf(OWN_KEY, SWARM, LIFE)
     kept.put(bytes(100), listed(0))
@@ -534,6 +541,19 @@ def test_eight_peers_are_polled_each_once_a_second():
         world.list(peer)
     world.now += 1.0
     assert len(world.polls()) == puller.MOST_POLLED
+
+
+def test_an_answer_at_once_is_followed_by_a_pause():
+    world = World(["1"])
+    for proven, seconds in ((False, limits.PATIENCE_SECONDS), (True, 1.0)):
+        if proven:
+            world.prove("1")
+            world.now += 1.0
+        assert world.polls() == ["1"]
+        world.list("1")
+        world.now += seconds - 0.1
+        assert world.polls() == []
+        world.now += 0.1
 
 
 def test_plenty_on_offer_stops_further_polls():
