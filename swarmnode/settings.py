@@ -31,8 +31,6 @@ ENV_PREFIX = "SWARMNODE_"
 OTHER_VARIABLES = {
     "SWARMNODE_CONFIG",
     "SWARMNODE_PROGRESS_FD",
-    "SWARMNODE_KEY_PASSPHRASE",
-    "SWARMNODE_KEY_PASSPHRASE_FILE",
 }
 """Environment names with the prefix that are not configuration keys."""
 

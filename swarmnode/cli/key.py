@@ -63,56 +63,6 @@ def key_import(
     return print_result({"peer": peer, "former_key": str(former) if former else None}, text, json)
 
 
-@key_app.command(name="passphrase")
-def key_passphrase(
-    *,
-    node: NodeOptions = NODE,
-    new_file: Path | None = None,
-    remove: Flag = False,
-    json: AsJson = False,
-) -> int:
-    """Set or change the passphrase of the node's key. Stop the node first. Earlier backups keep
-    their passphrase.
-
-    The passphrase is read from the terminal. For unattended nodes, set SWARMNODE_KEY_PASSPHRASE, or
-    set SWARMNODE_KEY_PASSPHRASE_FILE to a file that only the node's user can read.
-
-    Parameters
-    ----------
-    new_file
-        Read the new passphrase from this file, for scripts. Other users must not be able to read
-        it.
-    remove
-        Remove the passphrase.
-    """
-    data_dir = load_data_dir(node)
-    from swarmnode.errors import ConfigError
-    from swarmnode.files import read_private
-    from swarmnode.p2p import passphrase
-    from swarmnode.swarm import keys
-
-    if remove and new_file is not None:
-        raise ConfigError("key passphrase: --remove and --new-file exclude each other")
-
-    def new() -> bytes | None:
-        if remove:
-            return None
-        if new_file is None:
-            return passphrase.ask_new()
-        data = read_private(new_file, "passphrase file", passphrase.MAX_BYTES + 2)
-        if data is None:
-            raise ConfigError(f"--new-file {new_file}: no such file")
-        return data.rstrip(b"\r\n")
-
-    peer = keys.set_passphrase(data_dir, new)
-    text = (
-        f"removed the passphrase from the key of {peer}"
-        if remove
-        else f"set the passphrase of the key of {peer}"
-    )
-    return print_result({"peer": peer, "passphrase": not remove}, text, json)
-
-
 @key_app.command(name="rotate")
 def key_rotate(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Create a new key, and with it a new peer id that no peer knows. The former key is kept in the

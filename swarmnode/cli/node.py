@@ -241,7 +241,7 @@ def bootstrap_node(
 
     check_values(resolved)
     check_limits()
-    keys.unlock(resolved.config.node.data_dir)
+    keys.check_key(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
     if secret_file is not None:
@@ -286,7 +286,7 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
     from swarmnode.swarm.membership import Membership
 
     check_limits()
-    keys.unlock(resolved.config.node.data_dir)
+    keys.check_key(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()

@@ -301,7 +301,7 @@ def join(
     parsed = invites.parse(public)
     require_trainer("training")
     check_values(resolved)
-    keys.unlock(resolved.config.node.data_dir)
+    keys.check_key(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor")
     membership = Membership(resolved.config)
     if secret_file is not None:

@@ -7,7 +7,6 @@ identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ from swarmnode.errors import RestartWanted, SwarmNodeError
 from swarmnode.p2p import manifests
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.network import Libp2pNetwork, open_host
-from swarmnode.p2p.passphrase import VARIABLE
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
@@ -67,7 +65,6 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     install(config.task.modules, config.task.settings, config.task.names)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
-    os.environ.pop(VARIABLE, None)  # no child of this process needs it
     opened = manifest_store.load_current(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise RestartWanted("another manifest was chosen after this process was configured")

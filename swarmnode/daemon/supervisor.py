@@ -30,7 +30,6 @@ from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
 from swarmnode.observe.logfile import ERRORS, last_line, log_file
 from swarmnode.observe.systemd import Notifier
-from swarmnode.p2p.passphrase import without_passphrase
 from swarmnode.process import PROGRESS_FD, RESTART_CODE
 
 log = structlog.get_logger("swarmnode.daemon.supervisor")
@@ -155,10 +154,7 @@ class Supervisor:
                 [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
-                env={
-                    **(os.environ if child.name == "network" else without_passphrase(os.environ)),
-                    PROGRESS_FD: str(write_fd),
-                },
+                env={**os.environ, PROGRESS_FD: str(write_fd)},
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which forwards it
             )
             os.close(write_fd)

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
-from swarmnode.p2p import passphrase
 from swarmnode.settings import Resolved
 from swarmnode.swarm.membership import Membership
 from swarmnode.tasks.client import check_tasks
@@ -75,8 +74,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     status = probes.status(data_dir) if running else {}
     yield checks.check_clock(probes.clock(data_dir, status))
     key = data_dir / "identity.key"
-    usable = key.exists() and not (probes.locked(key) and passphrase.from_environment() is None)
-    own = key if usable and not running else None  # the running node's connections stay
+    own = key if key.exists() and not running else None  # the running node's connections stay
     own_id = probes.own_peer(data_dir)
     others = [
         text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != own_id

@@ -45,12 +45,14 @@ from swarmnode.doctor.checks import (
     RouterFacts,
     ServerFacts,
 )
-from swarmnode.errors import SwarmNodeError, Unavailable
+from swarmnode.errors import StateError, Unavailable
 from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, classify_address
+from swarmnode.p2p.pem import read_key
 from swarmnode.policy.convert import prepare
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.vllm import VllmServer
+from swarmnode.wire.envelope import peer_id
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
@@ -64,7 +66,6 @@ TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronised."""
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 Answer = TypeVar("Answer")
-PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
 
 
 # ---- data directory, key -------------------------------------------------------------------------
@@ -120,47 +121,21 @@ def key(path: Path) -> KeyFacts:
         return KeyFacts(str(path))
     except OSError as error:
         return KeyFacts(str(path), "unreadable", detail=error.strerror or str(error))
-    if not PEM.match(data):
-        return KeyFacts(str(path), "damaged", mode, "no PEM private key")
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    from swarmnode.p2p import passphrase
-
     try:
-        if locked(path) and passphrase.from_environment() is None:
-            return KeyFacts(str(path), "good", mode)  # the node asks for it at its start
-        loaded = serialization.load_pem_private_key(
-            data, password=passphrase.from_environment() if locked(path) else None
-        )
-    except (ValueError, TypeError, SwarmNodeError) as error:
-        return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
-    good = isinstance(loaded, Ed25519PrivateKey)
-    return KeyFacts(str(path), "good" if good else "damaged", mode, "" if good else "not Ed25519")
+        read_key(data, path)
+    except StateError as error:
+        return KeyFacts(str(path), "damaged", mode, str(error).partition(" is ")[2])
+    return KeyFacts(str(path), "good", mode)
 
 
 def own_peer(data_dir: Path) -> str:
     """Return this node's peer id; empty if it has no key yet, or an unreadable key and no earlier
     run."""
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    from swarmnode.p2p import passphrase
-    from swarmnode.wire.envelope import peer_id
-
     file = data_dir / "identity.key"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, SwarmNodeError):
-        given = passphrase.from_environment() if locked(file) else None
-        key = load_pem_private_key(file.read_bytes()[:4097], password=given)
-        return peer_id(key.public_key().public_bytes_raw())  # type: ignore[union-attr]
+    with contextlib.suppress(OSError, StateError):
+        return peer_id(read_key(file.read_bytes()[:4097], file).public_key().public_bytes_raw())
     place = address.read_address(data_dir)
     return place.peer if place is not None else ""
-
-
-def locked(path: Path) -> bool:
-    """Return True if the key in a file has a passphrase."""
-    from swarmnode.p2p import passphrase
-
-    return passphrase.is_locked(path.read_bytes()[:4097])
 
 
 # ---- ports and reachability ----------------------------------------------------------------------

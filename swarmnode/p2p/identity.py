@@ -1,8 +1,8 @@
 """A node's identity: one Ed25519 key, from which its libp2p peer id follows.
 
-The file is PKCS#8 PEM, with or without a passphrase (`passphrase.py`), so that ordinary tools can
-back it up. Anyone who can read the file can impersonate the node. It is therefore created with mode
-0600 and refused if others can read it. Nothing here logs, formats or returns the bytes of the key.
+The file is PKCS#8 PEM, so that ordinary tools can back it up. Anyone who can read the file can
+impersonate the node. It is therefore created with mode 0600 and refused if others can read it.
+Nothing here logs, formats or returns the bytes of the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libp2p.peer.id import ID
 
 from swarmnode.errors import Unavailable
 from swarmnode.files import read_private, write_atomically
-from swarmnode.p2p import passphrase
+from swarmnode.p2p import pem
 
 log = logging.getLogger("swarmnode.p2p.identity")
 """Not structlog's logger, which writes to standard output in a command that has not configured
@@ -53,19 +53,17 @@ class Identity:
 def load_or_create(path: Path) -> Identity:
     """Load the identity from `path`, or create and save a new one if the file does not exist.
 
-    A new key is encrypted with the passphrase from the environment, if one is set.
-
     Raises:
-        Refused: others can read the file, or its passphrase is missing or wrong.
+        Refused: others can read the file.
         StateError: it is not an Ed25519 key.
         Unavailable: it cannot be read or written.
     """
     data = read_private(path, "identity file", MAX_FILE_BYTES)
     if data is not None:
-        return from_key(passphrase.open_key(data, path))
+        return from_key(pem.read_key(data, path))
     key = Ed25519PrivateKey.generate()
     try:
-        write_atomically(path, passphrase.pem(key, passphrase.from_environment()), mode=0o600)
+        write_atomically(path, pem.write_key(key), mode=0o600)
     except OSError as error:
         raise Unavailable(f"cannot write the identity file {path}: {error.strerror}") from error
     made = from_key(key)

@@ -1,4 +1,4 @@
-"""`swarmnode key …`: back up, import, replace and lock a node's identity. Files have mode 0600, old
+"""`swarmnode key …`: back up, import and replace a node's identity. Files have mode 0600, old
 keys are kept, and no key is ever printed.
 
 The key file is the node: its reputation with peers, its membership in a private swarm and, for a
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.files import locked_data_dir, read_private, write_atomically
-from swarmnode.p2p import passphrase as passphrases
+from swarmnode.p2p import pem
 from swarmnode.wire.envelope import peer_id
 
 IDENTITY = "identity.key"
@@ -69,7 +68,7 @@ def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, 
 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
-    """Create a new key with the passphrase of the previous one. Raises the errors of `backup`.
+    """Create a new key. Raises the errors of `backup`.
 
     Returns:
         The previous peer id, the new peer id, and the path of the previous key.
@@ -79,52 +78,22 @@ def rotate(data_dir: Path) -> tuple[str, str, Path]:
         before = peer_id_of(former, data_dir / IDENTITY)
         stored_path = _store_former(data_dir, former)
         key = Ed25519PrivateKey.generate()
-        data = passphrases.pem(
-            key, passphrases.from_environment() if passphrases.is_locked(former) else None
-        )
-        _write(data_dir / IDENTITY, data)
+        _write(data_dir / IDENTITY, pem.write_key(key))
         return before, peer_id(key.public_key().public_bytes_raw()), stored_path
 
 
 def peer_id_of(data: bytes, path: Path) -> str:
-    """Return the peer id of a PEM key.
-
-    Raises:
-        StateError: it is not an Ed25519 key.
-        Refused: its passphrase is missing or wrong.
-    """
-    return peer_id(passphrases.open_key(data, path).public_key().public_bytes_raw())
+    """Return the peer id of a PEM key. Raises StateError if it is not an Ed25519 key."""
+    return peer_id(pem.read_key(data, path).public_key().public_bytes_raw())
 
 
-def unlock(data_dir: Path) -> None:
-    """Check this node's key before anything starts, and ask for its passphrase if it has one.
-
-    Does nothing if there is no key. Raises the errors of `peer_id_of`.
-    """
+def check_key(data_dir: Path) -> None:
+    """Check this node's key, if there is one, before anything starts. Raises as `peer_id_of`."""
     if not data_dir.is_dir():
         return  # the caller reports the missing directory
     data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is not None:
-        passphrases.open_key(data, data_dir / IDENTITY)
-
-
-def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
-    """Set or remove the passphrase of this node's key and return the peer id.
-
-    Args:
-        data_dir: data directory of the node.
-        new: returns the new passphrase, or None to remove it; called once the key is open.
-
-    Raises:
-        Unavailable: there is no key, or a node is running with it.
-        Refused: the present passphrase is missing or wrong.
-        ConfigError: the new passphrase is not acceptable.
-    """
-    with locked_data_dir(data_dir):
-        path = data_dir / IDENTITY
-        key = passphrases.open_key(_read_existing(data_dir), path)
-        _write(path, passphrases.pem(key, new()))
-        return peer_id(key.public_key().public_bytes_raw())
+        pem.read_key(data, data_dir / IDENTITY)
 
 
 def _read_existing(data_dir: Path) -> bytes:

@@ -42,7 +42,6 @@ PARTS = {
 }
 """Part → its page and the headings of its sections ("" is the text before the first heading). None:
 the whole page."""
-PASSPHRASE = "five random words are good"
 
 NOT_HERE = {
     r"make demo": "`make fresh` runs it",
@@ -74,10 +73,6 @@ OWNERS = {
 """Machine of a part in other cases."""
 
 ANSWERS = {
-    "swarmnode key passphrase": [
-        ("new passphrase", PASSPHRASE),
-        ("repeat the passphrase", PASSPHRASE),
-    ],
     "swarmnode init --successor": [("[y/N]", "y")],
     "swarmnode chat": [("> ", "2+3="), ("> ", "\x04")],
 }
@@ -279,14 +274,12 @@ class World:
             "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
             "/media/stick/": f"{root}/",
             "/var/lib/boot": f"{root}/boot",
-            "/run/credentials/swarmnode.service/": f"{root}/",
             "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512",
             "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
             "Qwen/Qwen3-4B": "embedded",
             "--samples 4": "--samples 2 --questions 24",  # fewer answers, for time
             "<that peer id>": "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
             'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "",
-            "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
             "scp ": "cp ",
             " boot:": " .",
             "pip install ./wordtasks": (
@@ -410,15 +403,12 @@ def test_join(world):
     member = world.machine("member")
     if not member.data.exists():  # when this page runs alone
         member.types("swarmnode key show")
-    (member.home.parent / "passphrase").write_text(PASSPHRASE)
-    (member.home.parent / "passphrase").chmod(0o600)
     done = dict(follow(world, "join"))
     new = world.machine("new")
     assert (
         new.types("swarmnode key show").strip()
         in done["swarmnode key import /media/stick/node.key"]
     )
-    assert b"ENCRYPTED" in (member.data / "identity.key").read_bytes()
 
 
 def test_host_a_swarm(world):

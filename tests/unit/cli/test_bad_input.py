@@ -93,7 +93,6 @@ WRITES = [
     "bootstrap",
     "bootstrap --manifest m",
     "key rotate",
-    "key passphrase --new-file secret",
     "key import new.key --replace",
     "config set node.name=other",
     "rollback 3",

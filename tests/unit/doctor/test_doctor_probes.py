@@ -20,7 +20,6 @@ from swarmnode.files import lock_data_dir
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
-from swarmnode.p2p.passphrase import pem
 from swarmnode.policy.examine import examine
 from tests.support import snapshots
 from tests.support.hosts import host
@@ -58,14 +57,9 @@ def test_key_states_are_recognised(tmp_path):
     assert probes.key(path).state == "damaged"
 
 
-@pytest.mark.parametrize("passphrase", [None, b"five random words are good"])
-def test_own_peer_id_is_read_from_the_key(tmp_path, passphrase, monkeypatch):
+def test_own_peer_id_is_read_from_the_key(tmp_path):
     assert probes.own_peer(tmp_path) == ""
     identity = load_or_create(tmp_path / "identity.key")
-    if passphrase is not None:
-        (tmp_path / "identity.key").write_bytes(pem(identity.private_key, passphrase))
-        assert probes.own_peer(tmp_path) == ""
-        monkeypatch.setenv("SWARMNODE_KEY_PASSPHRASE", passphrase.decode())
     assert probes.own_peer(tmp_path) == identity.peer_id
 
 
