@@ -401,9 +401,6 @@ class TrainingConfig(Section):
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Normaliser of the policy gradient: tokens, sequences or a constant length."""
-    beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy. Above 0, the trainer stores a copy of the start
-    policy."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
     """Maximum number of tokens in a micro-batch, with prompts and padding. It is halved when memory
     runs out."""

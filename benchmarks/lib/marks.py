@@ -247,7 +247,7 @@ def _worth(self: Adversary, group: TrainingGroup, pull: Sequence[torch.Tensor]) 
         objective,
         objective.normalizer(lengths),
         weights=rows.weights[indices].unsqueeze(1),
-    ).loss
+    )
     gradients = torch.autograd.grad(loss, victim.policy.trainable_parameters())
     return -sum(float((g * p).sum()) for g, p in zip(gradients, pull, strict=True))
 

@@ -39,7 +39,7 @@ def grpo_config(
         max_grad_norm=MAX_GRAD_NORM,
         loss_type=training.loss_type,
         scale_rewards="group",
-        beta=training.beta,
+        beta=0.0,
         num_iterations=1,
         logging_strategy="no",
         save_strategy="no",

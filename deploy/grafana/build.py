@@ -242,7 +242,6 @@ NODE: dict[str, list[Panel]] = {
     ],
     "Optional features": [
         p("Peak memory of the accelerator", gauge("swarmnode_device_memory_bytes"), unit="bytes"),
-        p("KL divergence from the start policy", gauge("swarmnode_kl")),
         p(
             "Inference server samples",
             gauge("swarmnode_server_sampling"),
@@ -584,7 +583,7 @@ BOARDS = {
 }
 COLLAPSED = {
     "Optional features": (
-        "an accelerator, training.beta, an inference server, tasks of several turns"
+        "an accelerator, an inference server, tasks of several turns"
     ),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",

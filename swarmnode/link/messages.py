@@ -101,7 +101,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     reward_held_out_start_error: float | None = None
     loss: float | None = None
     entropy: float | None = None
-    kl: float | None = None
     grad_norm: float | None = None
     zero_advantage_share: float | None = None
     external_share: float | None = None

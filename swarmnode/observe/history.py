@@ -63,7 +63,6 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
     "zero_advantage_share": _report("zero_advantage_share"),
     "entropy": _report("entropy"),
     "grad_norm": _report("grad_norm"),
-    "kl": _report("kl"),
     "tokens_per_second": _report("tokens_per_second"),
     "admitted": lambda s: s.rollouts.admission.admitted,
     "ignored": lambda s: sum(s.rollouts.admission.ignored.values()),

@@ -217,12 +217,6 @@ TRAINING = (
         "Entropy of the policy in nats per token. Near 0, it gives the same answer each time.",
     ),
     Metric(
-        "swarmnode_kl",
-        "gauge",
-        "trainer.report.kl",
-        "KL divergence from the start policy in nats per token; only with training.beta above 0.",
-    ),
-    Metric(
         "swarmnode_gradient_norm",
         "gauge",
         "trainer.report.grad_norm",

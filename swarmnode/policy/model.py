@@ -53,7 +53,7 @@ class Policy(PolicyText):
     accelerator: Accelerator
     """Its `prepare_optimizer`, `backward` and `clip_grad_norm_` scale the loss in float16."""
     adapter_off: bool = False
-    """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
+    """True to bypass the adapter."""
     obstacles: dict[str, str] = field(default_factory=dict, compare=False)
     """Reason why a method does not work with the model, by method; empty if it works. See
     `ways.py`. Copies of this policy share it."""
@@ -126,19 +126,12 @@ class Policy(PolicyText):
         return self.known_logits(output.logits[:, -keep:]).to(input_ids.device)
 
     def bypassed(self) -> contextlib.AbstractContextManager[None]:
-        """Bypass the adapter inside the block, if this is the reference policy of a LoRA policy."""
+        """Bypass the adapter inside the block, if `adapter_off` is set."""
         return (
             self.model.disable_adapter()
             if self.adapter_off and isinstance(self.model, AdaptedModel)
             else contextlib.nullcontext()
         )
-
-    def reference(self) -> Policy:
-        """Return the present policy, frozen, for a KL term: a copy, or with LoRA the same base
-        without the adapter."""
-        if isinstance(self.model, AdaptedModel):
-            return replace(self, adapter_off=True)
-        return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
 
     def clone(self) -> Policy:
         """Return an independent policy with equal weights."""

@@ -2,20 +2,20 @@
 
 A batch gives one step, so there is no earlier policy to compare with: the loss is the policy
 gradient, without a ratio and without a clip. `dapo`, `grpo` and `dr_grpo` differ in the normalizer
-only. A KL penalty is optional, and so are weights for completions of another policy. The caller
-computes the normalizer once over the whole batch (`Objective.normalizer`), so that the losses of
-micro-batches of any size add up to the loss of the batch.
+only. Completions of another policy have weights. The caller computes the normalizer once over the
+whole batch (`Objective.normalizer`), so that the losses of micro-batches of any size add up to the
+loss of the batch.
 
-    logprobs, ref_logprobs, mask  (N, T)
-    advantages                    (N,)
-    weights                       (N, T) or (N, 1)
+    logprobs, mask   (N, T)
+    advantages       (N,)
+    weights          (N, T) or (N, 1)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -26,8 +26,7 @@ MAX_GRAD_NORM = 1.0
 """Norm to which the gradient of a step is clipped, as in TRL. It limits the effect of one bad batch
 on AdamW's moments."""
 WEIGHT_DECAY = 0.0
-"""AdamW's weight decay. A pre-trained policy should not decay to zero; `training.beta` pulls it
-towards its initial state."""
+"""AdamW's weight decay. A pre-trained policy should not decay to zero."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,13 @@ class Objective:
     """Parameters of the loss. Names and meanings are TRL's."""
 
     loss_type: LossType = "dapo"
-    beta: float = 0.0
     max_completion_length: int = 1
     """Normaliser of dr_grpo, tokens; other losses ignore it."""
 
     @classmethod
     def of(cls, cfg: TrainingConfig) -> Objective:
         """Return the objective that the configuration names."""
-        return cls(cfg.loss_type, cfg.beta, cfg.max_completion_length)
+        return cls(cfg.loss_type, cfg.max_completion_length)
 
     def normalizer(self, lengths: Sequence[int]) -> float:
         """Return the divisor of the loss of a batch with completions of `lengths` tokens.
@@ -57,17 +55,6 @@ class Objective:
         return float(max(1, len(lengths)) * self.max_completion_length)
 
 
-class LossOutput(NamedTuple):
-    """The loss, which has the gradient, and detached statistics of the same sequences."""
-
-    loss: torch.Tensor
-    """Scalar: the contribution of these sequences to the loss of the batch."""
-    kl: torch.Tensor
-    """Mean k3 estimate of KL(policy ‖ reference) per token, nats; 0 without a reference."""
-    tokens: torch.Tensor
-    """Number of tokens: the weight of `kl` when micro-batches are averaged."""
-
-
 def policy_loss(
     logprobs: torch.Tensor,
     advantages: torch.Tensor,
@@ -76,41 +63,22 @@ def policy_loss(
     normalizer: float,
     *,
     weights: torch.Tensor | None = None,
-    ref_logprobs: torch.Tensor | None = None,
-) -> LossOutput:
-    """Return −(w·A − β·(logprobs − ref_logprobs))·logprobs, summed over tokens as `loss_type`
-    requires and divided by `normalizer`. The factor in brackets has no gradient.
+) -> torch.Tensor:
+    """Return −w·A·logprobs, summed over tokens as `loss_type` requires and divided by `normalizer`:
+    the contribution of these sequences to the loss of the batch, a scalar with gradient.
 
-    Its gradient is that of PPO's clipped loss at the ratio 1. The gradient of the penalty is that
-    of the reverse KL (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`).
+    Its gradient is that of PPO's clipped loss at the ratio 1.
 
     Args:
-        weights: Factors of the policy term, w. They do not scale the KL term.
+        weights: Factors of the policy term, w.
         mask: Padding may contain any values, including infinities.
-
-    Raises:
-        ValueError: β > 0 without `ref_logprobs`.
     """
     mask = mask.to(logprobs.dtype)
-    inside = mask.bool()
-    logprobs = logprobs.masked_fill(~inside, 0.0)
+    logprobs = logprobs.masked_fill(~mask.bool(), 0.0)
     signal = advantages.to(logprobs.dtype).unsqueeze(1)  # (N, 1)
     if weights is not None:
         signal = signal * weights.to(logprobs.dtype)
-
-    tokens = mask.sum()
-    kl_mean = logprobs.new_zeros(())
-    if objective.beta > 0.0:
-        if ref_logprobs is None:
-            raise ValueError("beta > 0 needs ref_logprobs")
-        gap = ref_logprobs.masked_fill(~inside, 0.0) - logprobs.detach()  # (N, T)
-        signal = signal + objective.beta * gap
-        k3 = torch.exp(gap) - gap - 1.0  # never negative
-        kl_mean = (k3 * mask).sum() / tokens.clamp(min=1.0)
-
     per_token = -signal * logprobs  # (N, T)
     if objective.loss_type == "grpo":
-        loss = (per_token.sum(1) / mask.sum(1).clamp(min=1.0)).sum() / normalizer
-    else:
-        loss = per_token.sum() / normalizer
-    return LossOutput(loss, kl_mean, tokens)
+        return (per_token.sum(1) / mask.sum(1).clamp(min=1.0)).sum() / normalizer
+    return per_token.sum() / normalizer

@@ -21,7 +21,6 @@ CHILD = "swarmnode.trainer.export"
 CARD_SETTINGS = (
     "policy.lora.r",
     "training.advantage",
-    "training.beta",
     "training.learning_rate",
     "training.loss_type",
     "training.max_completion_length",

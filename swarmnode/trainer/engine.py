@@ -250,8 +250,7 @@ def make_updater(
         policy.device.type,
         alive,
     )
-    reference = policy.reference() if training.beta > 0 else None
-    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
+    updater = Updater(policy, training, memory.training, memory.external, optim)
     report_layers(policy.base, alive)
     return memory, updater
 

@@ -178,7 +178,6 @@ def measures(done: StepResult) -> dict[str, Any]:
         "zero_advantage_share": silent_share(own),
         "loss": update.loss,
         "entropy": update.entropy,
-        "kl": update.kl,
         "grad_norm": update.grad_norm,
         "effective_own": update.effective_own,
         "effective_external": update.effective_external,

@@ -16,7 +16,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
-from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
+from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.merged import forget_merged
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
 from swarmnode.rl.corrections import effective_share, importance_weights, own_correction
@@ -33,7 +33,6 @@ class UpdateStatistics:
 
     stepped: bool
     loss: float | None = None
-    kl: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
     effective_own: float | None = None
@@ -136,7 +135,6 @@ class TokenSums:
     """Sums over the tokens of micro-batches, to which every rank contributes."""
 
     loss: float = 0.0
-    kl: float = 0.0
     entropy: float = 0.0
     tokens: float = 0.0
     weights: float = 0.0
@@ -147,7 +145,7 @@ class TokenSums:
 
     @classmethod
     def read(cls, sums: torch.Tensor) -> TokenSums:
-        """Return the numbers (7,) of one micro-batch, in the order of the fields."""
+        """Return the numbers (6,) of one micro-batch, in the order of the fields."""
         return cls(*sums.tolist())
 
     def __add__(self, other: TokenSums) -> TokenSums:
@@ -186,12 +184,8 @@ class Updater:
 
     Args:
         batcher: Micro-batcher of own rows.
-        reference: Policy of the KL penalty; needed if `beta` > 0.
         external: Micro-batcher of peers' rows. It is separate, so that long rows of a peer do not
             reduce the micro-batches of own rows.
-
-    Raises:
-        ValueError: `beta` > 0 without a reference.
     """
 
     def __init__(
@@ -199,19 +193,15 @@ class Updater:
         policy: Policy,
         cfg: TrainingConfig,
         batcher: MicroBatcher,
-        reference: Policy | None = None,
         external: MicroBatcher | None = None,
         optim: Optim = "adamw",
     ) -> None:
-        if cfg.beta > 0 and reference is None:
-            raise ValueError("beta > 0 needs a reference policy")
         self._policy = policy
         self._cfg = cfg
         self._batcher = batcher
         self._external = (
             external if external is not None else MicroBatcher(batcher.tokens, batcher.alive)
         )
-        self._reference = reference
         self.optimizer = make_optimizer(policy, cfg, optim)
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._recomputing = MicroBatcher(batcher.tokens, batcher.alive)
@@ -237,7 +227,7 @@ class Updater:
             DeviceError: No own row fits into memory.
         """
         forget_merged(self._policy)  # activations need the memory
-        selection = RowSelection(*trained(rows, self._cfg))
+        selection = RowSelection(*trained(rows))
         while selection.own or selection.external:
             try:
                 return selection.outcome(self._step(rows, selection))
@@ -287,7 +277,6 @@ class Updater:
             stepped=stepped,
             skipped="" if stepped else cause,
             loss=_finite(total.loss),
-            kl=_finite(total.kl / tokens) if self._cfg.beta > 0 else None,
             entropy=_finite(total.entropy / tokens),
             grad_norm=float(norm) if norm is not None and finite else None,
             effective_own=own.effective,
@@ -324,24 +313,21 @@ class Updater:
             weights = weights * importance_weights(
                 logprobs, sampler, mask, own_correction(self._cfg.options)
             )
-            out = policy_loss(
+            loss = policy_loss(
                 logprobs,
                 rows.advantages[indices].to(logprobs.device),
                 mask,
                 objective,
                 divisor,
                 weights=weights,
-                ref_logprobs=self._reference_logprobs([rows.rows[i] for i in indices], logprobs),
             )
-            self._policy.accelerator.backward(out.loss)
-            tokens = out.tokens.detach()
+            self._policy.accelerator.backward(loss)
             gap = ((logprobs.detach() - sampler).abs() * mask).sum()
             sums = torch.stack(
                 [
-                    out.loss.detach(),
-                    out.kl * tokens,
+                    loss.detach(),
                     (entropy * mask).sum(),
-                    tokens,
+                    mask.sum().to(loss.dtype),
                     weights.sum(),
                     weights.square().sum(),
                     gap,
@@ -427,13 +413,6 @@ class Updater:
         self._accelerated.zero_grad()
         return finite and not (scaled and self._accelerated.step_was_skipped)
 
-    def _reference_logprobs(self, rows: list[Row], like: torch.Tensor) -> torch.Tensor | None:
-        """Return the reference policy's log-probabilities (n, T), without gradient; None without a
-        KL penalty."""
-        if self._reference is None or self._cfg.beta == 0:
-            return None
-        return _padded(score(self._reference, rows, self._cfg.temperature), like)
-
 
 def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.optim.Optimizer:
     """Return AdamW with moments in 32 bits, or with block-wise 8-bit moments of bitsandbytes (arXiv
@@ -494,13 +473,9 @@ def _rows_named(indices: list[int]) -> Iterator[None]:
         raise
 
 
-def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
+def trained(rows: Rows) -> tuple[list[int], list[int]]:
     """Return the indices of own and of external rows that have to be run through the model."""
-    external = rows.informative(external=True)
-    if cfg.beta > 0:  # the KL penalty applies to own rows without an advantage too
-        own = [i for i, theirs in enumerate(rows.external) if not theirs and i not in rows.masked]
-        return own, external
-    return rows.informative(external=False), external
+    return rows.informative(external=False), rows.informative(external=True)
 
 
 def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozenset()) -> float:

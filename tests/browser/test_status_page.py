@@ -138,7 +138,6 @@ async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
         "zero_advantage_share",
         "entropy",
         "grad_norm",
-        "kl",
         "tokens_per_second",
     ):
         assert seen.path(series).count("L") > 100, series
@@ -436,7 +435,7 @@ async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:
         s = example()
         since = {"not_finite": 9}
         drops = {"update": DropCounts(0, since, since)}
-        report = msgspec.structs.replace(s.trainer.report, drops=drops, kl=None)
+        report = msgspec.structs.replace(s.trainer.report, drops=drops)
         return msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, report=report))
 
     seen = await visit(tmp_path, monkeypatch, stuck)

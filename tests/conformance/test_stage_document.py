@@ -92,7 +92,7 @@ def test_loss_matches_the_trainer(document, kind):
     weights = torch.tensor([[0.5, 1.0, 2.0, 1.0, 0.25], [1.0] * 5])
     advantages = torch.tensor([0.7, -1.3])
     mask = torch.ones(2, 5)
-    ours = policy_loss(logprobs, advantages, mask, Objective(kind), 1.0, weights=weights).loss
+    ours = policy_loss(logprobs, advantages, mask, Objective(kind), 1.0, weights=weights)
     got = sum(
         document["completion_loss"](kind, *row)
         for row in zip(advantages.tolist(), logprobs.tolist(), weights.tolist(), strict=True)

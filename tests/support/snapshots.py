@@ -94,7 +94,6 @@ def example_at(t: float) -> NodeSnapshot:
         reward_held_out_start_error=0.012,
         loss=0.021 * _wobble(t, 0.4),
         entropy=1.9 - 1.1 * learnt,
-        kl=0.004,
         grad_norm=0.41,
         completion_tokens=5.1 - 1.2 * learnt,
         completion_tokens_p95=8,

@@ -46,13 +46,11 @@ NODE = {
         "step_interval": 1.0,
         "eval_every": 5,
         "save_every": 1.0,
-        "beta": 0.001,
     },
     "weights": {"sync_every": 6, "fragments": 2, "partners": "anyone"},
     "http": {"port": 0},
 }
-"""A node with every feature of the panels enabled: a reference policy for the KL divergence,
-averaging, caps."""
+"""A node with every feature of the panels enabled: averaging, caps."""
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "only while sharing is paused",

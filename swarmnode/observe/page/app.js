@@ -326,7 +326,6 @@ const CHARTS = [
   ] }),
   new Chart({ title: "Entropy, nats", height: 130, format: fixed(2), series: [{ key: "entropy", label: "", look: "own", smooth: true }] }),
   new Chart({ title: "Gradient norm", height: 130, format: fixed(3), series: [{ key: "grad_norm", label: "", look: "own", smooth: true }] }),
-  new Chart({ title: "KL, nats", height: 130, optional: true, format: fixed(4), series: [{ key: "kl", label: "", look: "own", smooth: true }] }),
   new Chart({ title: "Tokens per second", height: 130, format: count, series: [{ key: "tokens_per_second", label: "", look: "external", smooth: true }] }),
   new Chart({ title: "Peers", height: 130, integer: true, format: count, series: [{ key: "peers", label: "", look: "own", area: true }] }),
   new Chart({ title: "Policy version", height: 130, integer: true, format: count,

@@ -264,11 +264,6 @@ def check_trainable(
     longest, rows = answer + PROMPT_TOKENS, training.groups_per_step * training.num_generations
     for unsupported, remedy in (
         (
-            training.beta > 0,
-            "a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to"
-            " 0",
-        ),
-        (
             bool(episodes),
             f"{', '.join(episodes)}: a crew learns from whole answers, and the rows of an episode"
             " hold observations as well: leave the task out",

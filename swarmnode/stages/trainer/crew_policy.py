@@ -267,7 +267,7 @@ class CrewPolicy:
         Raises:
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
-        own, external = trained(rows, self._training)
+        own, external = trained(rows)
         if not own and not external:
             return UpdateStatistics(stepped=False, skipped="no_signal")
         done = self._learn(rows, own + external, frozenset())

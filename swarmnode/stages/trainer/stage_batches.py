@@ -130,7 +130,7 @@ def compute_loss(
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
     correction = importance_weights(logprobs, sampler.to(logprobs.device), mask, loss.correction)
     weights = per_row(loss.weights).unsqueeze(1) * correction
-    out = policy_loss(
+    value = policy_loss(
         logprobs,
         per_row(loss.advantages),
         mask,
@@ -138,15 +138,14 @@ def compute_loss(
         loss.normalizer,
         weights=weights,
     )
-    tokens = out.tokens.detach()
     sums = [
-        out.loss,
+        value,
         (entropy * mask).sum(),
-        tokens,
+        mask.sum(),
         weights.sum(),
         weights.square().sum(),
     ]
-    return out.loss, [float(x.detach()) for x in sums]
+    return value, [float(x.detach()) for x in sums]
 
 
 def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:

@@ -94,7 +94,7 @@ class Unsplit:
             logprobs, _ = completion_logprobs(view, batch, 1.0)
             mask = batch.completion_mask
             sampler = torch.full_like(logprobs, -3.0)
-            out = policy_loss(
+            loss = policy_loss(
                 logprobs,
                 torch.tensor([r.advantage for r in part]),
                 mask,
@@ -102,7 +102,7 @@ class Unsplit:
                 normalizer,
                 weights=importance_weights(logprobs, sampler, mask, "tis"),
             )
-            out.loss.backward()
+            loss.backward()
         self.model.model.layers = torch.nn.ModuleList(plain)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

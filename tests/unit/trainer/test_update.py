@@ -43,7 +43,7 @@ def rows(base):
 def after(base, rows, tokens=10_000, **keys):
     policy = base.clone()
     cfg = TrainingConfig(**keys)
-    updater = Updater(policy, cfg, MicroBatcher(tokens), policy.reference() if cfg.beta else None)
+    updater = Updater(policy, cfg, MicroBatcher(tokens))
     statistics = updater.update(rows)
     return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]), statistics
 
@@ -149,34 +149,17 @@ def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
     assert batcher.tokens == 10_000
 
 
-def test_a_kl_penalty_holds_the_policy_back(base, rows):
-    policy = base.clone()
-    updater = Updater(
-        policy,
-        TrainingConfig(beta=0.1, learning_rate=1e-3),
-        MicroBatcher(10_000),
-        policy.reference(),
-    )
-    kl = [updater.update(rows).kl for _ in range(3)]
-    assert kl[0] == pytest.approx(0.0, abs=1e-6)
-    assert kl[2] > kl[0]
-    with pytest.raises(ValueError, match="reference"):
-        Updater(policy, TrainingConfig(beta=0.1), MicroBatcher(10_000))
-
-
 def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
-    """The KL penalty skips a cut row too, although it applies to rows without an advantage. The cut
-    row still counts in the divisor, so a batch without it has another gradient."""
+    """The cut row still counts in the divisor, so a batch without it has another gradient."""
     cut = replace(
         rows,
         masked=frozenset({0, 5}),
         weights=rows.weights * torch.tensor([0.0, 1, 1, 1, 1, 0.0, 1, 1]),
     )
-    for cfg in (TrainingConfig(), TrainingConfig(beta=0.1)):
-        own, external = trained(cut, cfg)
-        assert {0, 5}.isdisjoint(own + external)
-        assert own
-        assert external
+    own, external = trained(cut)
+    assert {0, 5}.isdisjoint(own + external)
+    assert own
+    assert external
     tokens = [len(completion) for _, completion, *_ in rows.rows]
     assert normalizer(cut, TrainingConfig()) == sum(tokens) - tokens[0] - tokens[5]
     assert normalizer(cut, TrainingConfig(loss_type="grpo")) == 8
