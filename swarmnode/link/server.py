@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -43,13 +42,6 @@ class TrainerHandler(Protocol):
     def stages(self, message: FromTrainer) -> None: ...
 
 
-@dataclass(frozen=True)
-class LinkServerStatistics:
-    connected: bool
-    connections: int
-    bad_frames: int
-
-
 class LinkServer:
     """Listens on the data directory's socket; a new trainer replaces an old one.
 
@@ -70,8 +62,6 @@ class LinkServer:
         self._on_trainer_left = on_trainer_left
         self._current: trio.CancelScope | None = None
         self._outbox: trio.MemorySendChannel[Unrequested] | None = None
-        self._connections = 0
-        self._bad_frames = 0
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled.
@@ -101,7 +91,6 @@ class LinkServer:
         return True
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        self._connections += 1
         outbox, unrequested = trio.open_memory_channel[Unrequested](MAX_QUEUED_MESSAGES)
         turn = trio.Lock()
         with trio.CancelScope() as scope, outbox:
@@ -121,7 +110,6 @@ class LinkServer:
                 for message in unpacker.feed(bytes(data)):
                     await self._handle(message, stream, turn)
         except FrameError as error:
-            self._bad_frames += 1
             log.error("trainer sent a bad frame", error=str(error))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("trainer left", error=repr(error))
@@ -163,6 +151,3 @@ class LinkServer:
             async with turn:
                 with trio.fail_after(WRITE_SECONDS):
                     await stream.send_all(pack(answer))
-
-    def statistics(self) -> LinkServerStatistics:
-        return LinkServerStatistics(self._current is not None, self._connections, self._bad_frames)

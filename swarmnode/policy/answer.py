@@ -13,7 +13,7 @@ from pathlib import Path
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling, generate
-from swarmnode.policy.load import load_untried
+from swarmnode.policy.load import load_policy
 from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 
@@ -26,7 +26,7 @@ def answers(
     Raises:
         LocalError: The model does not exist, does not fit, or cannot be sampled from.
     """
-    policy = load_untried(cfg)
+    policy = load_policy(cfg)
     try_sampling(f"policy.model {cfg.model!r}", policy, training)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(count, training.max_completion_length, training.temperature, training.top_p)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -145,14 +144,11 @@ class Card:
     name: str
     total_bytes: int
     free_bytes: int
-    users: str = ""
-    """Ids of the processes that use its memory; empty if the driver does not report them."""
 
     def __str__(self) -> str:
-        used = f", in use by process {self.users}" if self.users else ""
         return (
             f"{self.device} {self.name}, {self.free_bytes / 2**30:.1f} of"
-            f" {self.total_bytes / 2**30:.1f} GiB free{used}"
+            f" {self.total_bytes / 2**30:.1f} GiB free"
         )
 
 
@@ -164,21 +160,8 @@ def cards() -> list[Card]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        found.append(Card(f"cuda:{index}", name, total, free, memory_users(index)))
+        found.append(Card(f"cuda:{index}", name, total, free))
     return found
-
-
-def memory_users(index: int) -> str:
-    """Return the ids of the processes that use a GPU's memory, or "" if the driver reports none."""
-    try:
-        listing = torch.cuda.list_gpu_processes(index)
-    except Exception:  # noqa: BLE001 without pynvml, or in a container
-        return ""
-    return ", ".join(re.findall(r"process\s+(\d+) uses", listing))
-
-
-UNLIKE = 10
-"""`auto` excludes a GPU whose memory is at most 1 / UNLIKE of the largest selected GPU's."""
 
 
 def training_devices(
@@ -186,8 +169,8 @@ def training_devices(
 ) -> tuple[list[torch.device], list[str]]:
     """Select the GPUs that train, one rank each, from those that `policy.devices` selects.
 
-    `auto` excludes GPUs with too little free memory, and GPUs with at most a tenth of the largest
-    GPU's memory. If the model fits on no GPU, return the first one and let `fit` decide.
+    `auto` excludes GPUs with too little free memory. If the model fits on no GPU, return the first
+    one and let `fit` decide.
 
     Args:
         named: Devices that `policy.devices` selects.
@@ -202,13 +185,10 @@ def training_devices(
     """
     known = {card.device: card for card in here}
     chosen = [known[str(device)] for device in named]
-    largest = max(card.total_bytes for card in chosen)
     good: list[torch.device] = []
     problems: list[str] = []
     for device, card in zip(named, chosen, strict=True):
-        if card.total_bytes * UNLIKE <= largest:
-            problems.append(f"{card}; another GPU has {largest / 2**30:.0f} GiB")
-        elif card.free_bytes < need:
+        if card.free_bytes < need:
             problems.append(f"{card}; training needs about {need / 2**30:.1f} GiB")
         else:
             good.append(device)

@@ -36,7 +36,6 @@ from swarmnode.gguf import is_gguf
 from swarmnode.install import install_command
 from swarmnode.model_defaults import is_on_hub
 from swarmnode.policy.convert import local_copy, tell
-from swarmnode.policy.decode import pads
 from swarmnode.policy.device import Placement, fit, probe, set_threads, set_up
 from swarmnode.policy.fingerprint import (
     fingerprint,
@@ -45,10 +44,8 @@ from swarmnode.policy.fingerprint import (
     weight_files,
 )
 from swarmnode.policy.linear import use_onednn
-from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
 from swarmnode.policy.published import GATED
-from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import Chat, vocabulary
 from swarmnode.policy.ways import rounding
 
@@ -72,18 +69,7 @@ MODULES_NAMED = 6
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
-    """Load a policy, see `load_untried`, and try every method of computing log-probabilities.
-
-    Raises:
-        Unavailable, DeviceError: See `load_untried`.
-    """
-    policy = load_untried(cfg, log)
-    find_ways(cfg, policy)
-    return policy
-
-
-def load_untried(
+def load_policy(
     cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None, trains: bool = True
 ) -> Policy:
     """Load `cfg.model`: `embedded`, `smollm2`, a directory, a GGUF file, or a Hub name
@@ -154,24 +140,8 @@ def load_untried(
     ):
         log("this model overflows in float16; using float32")
         del policy, trained, model, embeddings  # free their memory
-        return load_untried(cfg.model_copy(update={"dtype": "float32"}), log, trains)
+        return load_policy(cfg.model_copy(update={"dtype": "float32"}), log, trains)
     return policy
-
-
-def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
-    """Try every method of `policy.ways` on a few tokens.
-
-    Raises:
-        DeviceError: Memory ran out.
-    """
-    try:
-        pads(policy)
-        unsuited(policy)
-        for way in WAYS:
-            takes_way(policy, way)
-        splits_head(policy)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(f"policy.model {cfg.model!r}: memory ran out in a trial") from error
 
 
 @contextlib.contextmanager

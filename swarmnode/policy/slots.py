@@ -19,7 +19,7 @@ from swarmnode.policy.decode import decoding_gap, left_padded
 from swarmnode.policy.merged import MergedWeights, merged_weights
 from swarmnode.policy.model import Policy
 from swarmnode.policy.recorded import RecordedSteps
-from swarmnode.policy.step import Window, obstacle_to_step, written_step
+from swarmnode.policy.step import obstacle_to_step, written_step
 from swarmnode.policy.ways import obstacle, sees_everything
 
 ALIGNED = 8
@@ -28,16 +28,6 @@ mask in every layer."""
 COLUMNS = 128
 """Number of columns that are allocated at first, unless the caller knows better. The number grows
 by half when they are full."""
-WINDOWS = 4
-"""Number of groups of rows that attend separately on a CPU, each as wide as its longest row. Rows
-differ in length, and reading columns beyond a row's end is wasted work."""
-WINDOWS_FROM = 2**18
-"""Number of keys beyond the rows' ends from which separate attention is faster. With fewer, the
-additional calls cost more than the reading."""
-SORT_FROM = 1.2
-"""Rows are sorted by length if attention reads more than this many times the columns that it reads
-with sorted rows. All active rows grow at the same rate, so only rows that start or end disturb the
-order."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -72,7 +62,6 @@ def next_logits(
     mask: torch.Tensor | None,
     position: torch.Tensor,
     cache: Cache,
-    windows: Sequence[Window] = (),
     merged: MergedWeights | None = None,
 ) -> torch.Tensor:
     """Return the logits (N, V) of the next token of each row.
@@ -82,12 +71,10 @@ def next_logits(
         mask: (N, 1, 1, L), added to the attention scores. If None, rows attend to all columns.
         position: (N, 1), position of `token`.
         cache: Keys and values, which are read and extended by one column.
-        windows: Groups of rows that attend separately, with their numbers of columns; empty for a
-            single group. transformers' forward pass ignores them.
-        merged: Result of `merged_weights`, which transformers' forward pass ignores too.
+        merged: Result of `merged_weights`, which transformers' forward pass ignores.
     """
     if writes_out(policy):
-        return written_step(policy, token, mask, position, cache, windows, merged)
+        return written_step(policy, token, mask, position, cache, merged)
     return policy.logits(token, mask, position, 1, cache)[:, -1]
 
 
@@ -290,44 +277,11 @@ class Slots:
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
 
-    def sort(self) -> list[int] | None:
-        """Sort rows by length if attention would otherwise read too many unused columns.
-
-        Returns:
-            The former slots in the new order, or None if the order is unchanged.
-        """
-        order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
-        read = lambda windows: sum((rows.stop - rows.start) * width for rows, width in windows)
-        least = read(self._windows([self.lengths[slot] for slot in order]))
-        if read(self._windows(self.lengths)) <= SORT_FROM * least:
-            return None
-        self.keep(order)
-        return order
-
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these rows in this order, and drop the other rows."""
         self.lengths = [self.lengths[slot] for slot in rows]
         for layer in self._layers:
             layer.reorder(rows, max(self.lengths))
-
-    def _windows(self, lengths: Sequence[int]) -> list[Window]:
-        """Divide rows of `lengths` into WINDOWS groups, each with the columns that its next step
-        needs.
-
-        Return a single group if launching kernels costs more than attention, or if transformers
-        computes the attention.
-        """
-        count, keys = len(lengths), self._layers[0].keys
-        whole = (slice(0, count), _rounded(max(lengths) + 1))
-        if self._policy.device.type != "cpu" or not writes_out(self._policy):
-            return [whole]
-        parts = [slice(n * count // WINDOWS, (n + 1) * count // WINDOWS) for n in range(WINDOWS)]
-        found = [
-            (rows, _rounded(max(lengths[rows]) + 1)) for rows in parts if rows.start < rows.stop
-        ]
-        unread = sum((rows.stop - rows.start) * (whole[1] - width) for rows, width in found)
-        is_worthwhile = unread * keys.shape[1] * keys.shape[3] >= WINDOWS_FROM
-        return found if is_worthwhile else [whole]
 
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -339,7 +293,7 @@ class Slots:
         shape = self._recorded.shape(count, longest)
         if shape is None:
             width = min(_rounded(longest), self._layers[0].keys.shape[2])
-            logits = self._step(tokens, places, width, self._windows(self.lengths))
+            logits = self._step(tokens, places, width)
         else:
             self._resize(*shape)
             logits = self._recorded.step(self._step, tokens, places, shape)
@@ -360,20 +314,13 @@ class Slots:
         self._recorded.clear()
         self.__dict__.pop("_merged", None)
 
-    def _step(
-        self,
-        tokens: torch.Tensor,
-        places: torch.Tensor,
-        width: int,
-        windows: Sequence[Window] = (),
-    ) -> torch.Tensor:
+    def _step(self, tokens: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
         """Compute one step with tensor operations only, so that it can be recorded.
 
         Args:
             tokens: (n,), newest tokens of slots 0 to n − 1.
             places: (n,), the column that each row writes.
             width: W, number of columns that are read.
-            windows: Groups of rows that attend separately; empty for a single group.
         """
         window, device, dtype = self._window, self._policy.device, self._policy.dtype
         window.width, window.places = width, places
@@ -382,7 +329,7 @@ class Slots:
         mask = beyond.to(dtype)[:, None, None] * torch.finfo(dtype).min
         cache = Cache(layers=list(self._layers))
         token, position = tokens[:, None], places[:, None]
-        return next_logits(self._policy, token, mask, position, cache, windows, self._merged)
+        return next_logits(self._policy, token, mask, position, cache, self._merged)
 
     def _resize(self, rows: int, columns: int) -> None:
         """Allocate memory for at least this many rows and columns, and drop recordings of the old

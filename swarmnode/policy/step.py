@@ -12,8 +12,6 @@ kinds of models, and models that fail the trial, decode with transformers' forwa
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,9 +25,6 @@ from swarmnode.policy.ways import sees_everything
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type` of the configurations whose forward pass equals the one below at every length; a
 short trial cannot show this."""
-
-Window = tuple[slice, int]
-"""A slice of rows, and the number of columns of the longest of them."""
 
 
 def obstacle_to_step(policy: Policy) -> str:
@@ -48,7 +43,6 @@ def written_step(
     mask: torch.Tensor | None,
     position: torch.Tensor,
     cache: Cache,
-    windows: Sequence[Window] = (),
     merged: MergedWeights | None = None,
 ) -> torch.Tensor:
     """Return the logits (N, V) of the next token of each row; see `slots.next_logits`."""
@@ -80,7 +74,9 @@ def written_step(
             # Grouped-query attention: the query heads of one key head become its query positions,
             # so that keys need not be repeated per query head.
             query = query.reshape(rows, keys.shape[1], -1, size).to(keys.dtype)
-            mixed = _attention(query, keys, values, mask, attention.scaling, windows)
+            mixed = functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=attention.scaling
+            )
             mixed = mixed.reshape(rows, -1)
             if weights is not None:
                 hidden = hidden + weights.out(mixed)[0]
@@ -97,32 +93,6 @@ def written_step(
             merged.head(hidden)[0] if merged is not None else model.lm_head(hidden)
         )
     return policy.known_logits(logits)
-
-
-def _attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    windows: Sequence[Window],
-) -> torch.Tensor:
-    """Return attention outputs (N, key heads, queries, D) over keys and values (N, key heads, L,
-    D)."""
-    attend = functools.partial(functional.scaled_dot_product_attention, scale=scale)
-    if mask is None or len(windows) < 2:
-        return attend(query, keys, values, attn_mask=mask)
-    return torch.cat(
-        [
-            attend(
-                query[rows],
-                keys[rows, :, :width],
-                values[rows, :, :width],
-                attn_mask=mask[rows, ..., :width],
-            )
-            for rows, width in windows
-        ]
-    )
 
 
 def _normed(states: torch.Tensor, norm: Any) -> torch.Tensor:  # noqa: ANN401 - one class a model

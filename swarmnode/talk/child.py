@@ -19,7 +19,7 @@ from swarmnode.config import Config
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.policy.convert import tell
 from swarmnode.policy.generate import Sampling, stream
-from swarmnode.policy.load import load_untried, overwrite, trainable
+from swarmnode.policy.load import load_policy, overwrite, trainable
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import reason
 from swarmnode.process import die_with_parent, run_main
@@ -44,7 +44,7 @@ def open_policy(opening: Opening) -> tuple[Policy, int | None]:
     """
     config = Config.model_validate_json(opening.config)
     if not opening.saved:
-        return open_model(config.policy, lambda cfg: load_untried(cfg, tell, trains=False)), None
+        return open_model(config.policy, lambda cfg: load_policy(cfg, tell, trains=False)), None
     trainer = config.node.data_dir / "trainer"
     path = trainer / state.FILE
     crew = find_copies(trainer)
@@ -58,7 +58,7 @@ def open_policy(opening: Opening) -> tuple[Policy, int | None]:
             f"no saved policy in {trainer.parent}: run the node first, choose its directory with"
             " -d, or add --before for the base model"
         )
-    policy = load_untried(config.policy, tell, trains=False)
+    policy = load_policy(config.policy, tell, trains=False)
     freeze_a(dict(policy.model.named_parameters()))
     owner = state.owner(policy.fingerprint, state.adapter_shape(config.policy.lora))
     found = state.read_file(path, owner, only_weights=True)

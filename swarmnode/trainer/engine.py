@@ -38,7 +38,7 @@ from swarmnode.policy.footprint import (
 )
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
-from swarmnode.policy.load import Policy, load_untried
+from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import SPARE_SHARE, Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
@@ -182,7 +182,7 @@ def open_policy(
     Raises:
         LocalError: The policy does not exist, does not fit, or is not the swarm's.
     """
-    policy = load_untried(cfg, log)
+    policy = load_policy(cfg, log)
     if manifest is not None:
         check_model(manifest, policy.fingerprint, policy.tokenizer_hash)
     freeze_a(dict(policy.model.named_parameters()))

@@ -24,7 +24,7 @@ from swarmnode.errors import Unavailable
 from swarmnode.gguf import SMOLLM2
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
-from swarmnode.policy.load import Policy, load_untried, rename_checkpointing_flag
+from swarmnode.policy.load import Policy, load_policy, rename_checkpointing_flag
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
@@ -39,7 +39,7 @@ SEED = 20_260
 QUESTIONS_AT_ONCE = 16
 
 
-def open_model(cfg: PolicyConfig, load: Callable[[PolicyConfig], Policy] = load_untried) -> Policy:
+def open_model(cfg: PolicyConfig, load: Callable[[PolicyConfig], Policy] = load_policy) -> Policy:
     """Load the model of `cfg`. If it is a directory with an adapter, as `swarmnode export` writes
     it, load its base with the adapter.
 

@@ -270,7 +270,6 @@ class WeightsReport(msgspec.Struct, frozen=True):
     """Mean share of a partner's difference that was applied; 1 without clipping."""
     lag: float | None = None
     """Number of outer steps by which the last partner was behind; negative if ahead."""
-    momentum_norm: float = 0.0
     outcomes: dict[str, int] = {}
     """Number of exchanges by the gate's verdict, since the process started, as is
     `stall_seconds_total`."""

@@ -43,7 +43,6 @@ from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
 from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.network.newcomer import CatchUpStatistics
 from swarmnode.weights.network.service import WeightsStatistics
 
 STARTED_AT = 1_790_000_000.0
@@ -159,7 +158,6 @@ def example_at(t: float) -> NodeSnapshot:
             distance=0.021,
             clip_ratio=0.97,
             lag=0.0,
-            momentum_norm=0.4,
             outcomes={"accepted": steps // 15},
             stall_seconds_total=steps * 0.004,
         ),
@@ -339,7 +337,6 @@ def example_at(t: float) -> NodeSnapshot:
             outcomes={"applied": steps // 15, "solo": 1, "busy": steps // 40, "failed": 2},
             failures={"timeout": 1, "hash": 1},
             judged={"accepted": steps // 15, "clipped": 2},
-            catch_up=CatchUpStatistics(adoptions={"adopted": 1}, served=1),
             pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
         ),
         swarm=SummaryStatistics(

@@ -101,9 +101,7 @@ async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
         new = await stack.enter_async_context(
             averaging(networks[3], keys[3], tmp_path / "3", fresh=True, known=known)
         )
-        await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1})
-        assert new.replica.wait_for_state(0)
-        assert new.service.statistics().catch_up.source == old[1].network.peer_id
+        await until(lambda: new.replica.wait_for_state(0))
         assert identical(new.weights(), rounded(old[1].phi()))
         assert identical(new.phi(), new.weights())
         assert new.counters.outer_clocks == [31, 31]
@@ -138,10 +136,7 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
         new = await stack.enter_async_context(
             averaging(networks[3], keys[3], tmp_path / "3", fresh=True)
         )
-        await until(
-            lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1},
-            seconds=local.JOIN_SECONDS,
-        )
+        await until(lambda: any(new.counters.outer_clocks), seconds=local.JOIN_SECONDS)
 
 
 OPEN = WeightsConfig(fragments=1, partners="anyone")
@@ -174,6 +169,4 @@ async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_pat
         )
         before = new.weights()
         await until(lambda: new.replica.wait_for_state(0))
-        taken = {"adopted": 1} if names_it else {}
-        await until(lambda: new.service.statistics().catch_up.adoptions == taken)
         assert identical(new.weights(), rounded(old.phi()) if names_it else before)

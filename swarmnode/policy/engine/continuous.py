@@ -318,8 +318,6 @@ class Continuous:
             ]
 
     def _advance(self) -> None:
-        if order := self._slots.sort():
-            self._active = [self._active[slot] for slot in order]
         tokens = torch.tensor([row.ids[-1] for row in self._active], device=self._policy.device)
         self._logits = self._slots.advance(tokens)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -69,17 +68,6 @@ ADOPT_SECONDS: Final = 300.0
 """Time limit for the trainer to read and adopt a state."""
 
 
-class CatchUpStatistics(msgspec.Struct, frozen=True):
-    """Counts of fetched and served states."""
-
-    adoptions: dict[str, int] = {}
-    """Neighbours' states by `local.ADOPTIONS`."""
-    served: int = 0
-    """Number of states offered to a neighbour."""
-    source: str = ""
-    """Peer whose state was taken last."""
-
-
 class OfferedState(msgspec.Struct, frozen=True):
     """A neighbour's outer step and the file with its tensors."""
 
@@ -112,9 +100,9 @@ class StateSeeker:
         self._known = known
         self._rng = rng or random.Random()
         self._wanted = trio.Event()
-        self._adopted = trio.Event()
-        self._adoptions: Counter[str] = Counter()
-        self._source = ""
+        self._verdict = trio.Event()
+        self._outcome = ""
+        """The trainer's verdict on the last state."""
 
     def trainer_started(self) -> None:
         """Start a search if the trainer is new."""
@@ -130,16 +118,13 @@ class StateSeeker:
             if not await self._search():
                 self._send_to_trainer(local.AdoptState("", "", 0))
 
-    def statistics(self, served: int) -> CatchUpStatistics:
-        return CatchUpStatistics(dict(self._adoptions), served, self._source)
-
     def adopted(self, message: local.StateAdopted) -> None:
         """Record the trainer's verdict on a state."""
         outcome = message.outcome if message.outcome in ADOPTIONS else "local"
-        self._adoptions[outcome] += 1
+        self._outcome = outcome
         if ADOPTIONS[outcome] and message.peer:
             self._network.rejected(message.peer, f"weights_state_{outcome}", ADOPTIONS[outcome])
-        self._adopted.set()
+        self._verdict.set()
 
     async def _search(self) -> bool:
         """Ask known neighbours and fetch the state of the one furthest ahead. Return True if one
@@ -255,14 +240,12 @@ class StateSeeker:
         try:
             self._send_to_trainer(local.AdoptState(remote.peer, "", outer_step))
             await self._store.fetch(remote, path, self._limit(), deadline)
-            self._adopted = trio.Event()
-            self._source = remote.peer
+            self._verdict, self._outcome = trio.Event(), ""
             if not self._send_to_trainer(local.AdoptState(remote.peer, str(path), outer_step)):
                 return False
-            before = self._adoptions["adopted"]
             with trio.move_on_after(ADOPT_SECONDS):
-                await self._adopted.wait()
-            return self._adoptions["adopted"] > before
+                await self._verdict.wait()
+            return self._outcome == "adopted"
         except BadMessage as bad:
             log.warning("invalid state: peer=%s reason=%s", remote.peer, bad)
             self._network.rejected(remote.peer, "weights_state", PROOF)
@@ -313,8 +296,6 @@ class StateServer:
         store: PayloadStore,
         send_to_trainer: SendToTrainer,
     ) -> None:
-        self.served = 0
-        """Number of states offered to a neighbour."""
         self._network = network
         self._replica = replica
         self._store = store
@@ -379,7 +360,6 @@ class StateServer:
         offer = state.offer
         if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
             raise PeerError("the state has expired")
-        self.served += 1
         return encode_message(
             StateResponse(state.outer_step, offer.transfer, offer.root, offer.size)
         )

@@ -23,7 +23,7 @@ from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
 from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.network.discovery import Discovery
-from swarmnode.weights.network.newcomer import CatchUpStatistics, StateSeeker, StateServer
+from swarmnode.weights.network.newcomer import StateSeeker, StateServer
 from swarmnode.weights.network.payload_store import PayloadStore
 from swarmnode.weights.network.swaps import SwapService
 
@@ -51,7 +51,6 @@ class WeightsStatistics(msgspec.Struct, frozen=True):
     """Duration of the applied swaps, summed."""
     received_bytes: int = 0
     """Length of the payloads that they fetched, summed."""
-    catch_up: CatchUpStatistics = CatchUpStatistics()
     pairs: dict[str, int] = {}
     """Number of applied swaps by peer. Shown to the operator, never a metric label."""
 
@@ -144,7 +143,6 @@ class WeightService:
             candidates=len(self._discovery.candidates()),
             exchange_seconds=counts.seconds,
             received_bytes=counts.received_bytes,
-            catch_up=self._seeker.statistics(self._state_server.served),
             pairs=self._swaps.pairs(),
         )
 

@@ -123,7 +123,7 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class GateStatistics:
-    """Counts of outcomes, and the current thresholds."""
+    """Counts of outcomes, and measurements."""
 
     outcomes: dict[str, int]
     """Counts of the outcomes that occurred."""
@@ -131,8 +131,6 @@ class GateStatistics:
     """Mean of min(1, τ/‖d‖) over accepted swaps; 1 if nothing was clipped."""
     relative_distance: float | None
     """‖d‖ / ‖θ_i‖ of the last swap with a measured distance."""
-    tau: dict[int, float]
-    """Threshold by block."""
 
 
 class AveragingGate:
@@ -255,10 +253,6 @@ class AveragingGate:
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,
                 relative_distance=self._relative,
-                tau={
-                    block: CLIP * statistics.median(d for _, d in window)
-                    for block, window in self._distances.items()
-                },
             )
 
     def _tolerance(self, losses: Losses) -> float:

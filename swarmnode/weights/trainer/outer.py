@@ -52,16 +52,6 @@ def host_copy(
 
 
 @dataclass(frozen=True)
-class OuterStatistics:
-    """Counts of outer steps, and their current state."""
-
-    steps: int
-    """Outer steps taken."""
-    momentum_norm: float
-    """‖δ‖ over all tensors."""
-
-
-@dataclass(frozen=True)
 class SlowWeights:
     """φ and δ of some tensors at one time, not copied: outer steps replace tensors and never change
     them in place."""
@@ -76,8 +66,6 @@ class Prepared:
 
     phi: Tensors
     delta: Tensors
-    squares: dict[str, float]
-    """‖δ‖² of each tensor."""
     before: Tensors
     """φ at the start of the step."""
 
@@ -115,7 +103,7 @@ def prepare(
             phi[name] = old + delta[name]
         if not bool(torch.isfinite(phi[name]).all()):
             raise ValueError(f"the outer step of {name} is not finite")
-    return Prepared(phi, delta, {n: _square(d) for n, d in delta.items()}, before)
+    return Prepared(phi, delta, before)
 
 
 class OuterState:
@@ -129,10 +117,8 @@ class OuterState:
         self.rule = rule
         self.phi = host_copy(parameters)
         self.delta = {name: torch.zeros_like(p) for name, p in self.phi.items()}
-        self._squares = dict.fromkeys(self.phi, 0.0)
         self._lock = threading.Lock()
         """Protects φ and δ, so that readers never see half of a step."""
-        self._steps = 0
 
     def slow(self, names: Collection[str]) -> SlowWeights:
         """Return the current φ and δ of the tensors in `names`."""
@@ -147,8 +133,6 @@ class OuterState:
                 return False
             self.phi.update(prepared.phi)
             self.delta.update(prepared.delta)
-            self._squares.update(prepared.squares)
-            self._steps += 1
         return True
 
     @torch.no_grad()
@@ -209,17 +193,6 @@ class OuterState:
             {n: tensors[f"delta.{n}"].clone() for n in self.delta},
         )
 
-    def statistics(self) -> OuterStatistics:
-        return OuterStatistics(
-            self._steps,
-            sum(self._squares.values()) ** 0.5,
-        )
-
     def _replace(self, phi: Tensors, delta: Tensors) -> None:
         with self._lock:
             self.phi, self.delta = phi, delta
-        self._squares = {name: _square(tensor) for name, tensor in delta.items()}
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return float(tensor.square().sum(dtype=torch.float64))

@@ -417,11 +417,7 @@ class Replica:
     # ---- statistics ------------------------------------------------------------------------------
 
     def report(self) -> WeightsReport:
-        gate, outer, counters = (
-            self._parts.gate.statistics(),
-            self._parts.outer.statistics(),
-            self._parts.counters,
-        )
+        gate, counters = self._parts.gate.statistics(), self._parts.counters
         return WeightsReport(
             fragments=len(self._parts.tensors.parts),
             outer_step=min(counters.outer_clocks),
@@ -430,7 +426,6 @@ class Replica:
             distance=self._distance,
             clip_ratio=gate.clip_ratio,
             lag=self._worker.lag,
-            momentum_norm=outer.momentum_norm,
             outcomes=gate.outcomes,
             stall_seconds_total=self._stalled + self._worker.copy_seconds,
         )

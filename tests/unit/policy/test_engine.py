@@ -93,23 +93,6 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
     )
 
 
-def test_sorting_rows_changes_no_result(policies, monkeypatch):
-    """Long and short prompts alternate, so that unsorted rows would need windows of one width."""
-    monkeypatch.setattr(slots, "ALIGNED", 1)
-    monkeypatch.setattr(slots, "WINDOWS_FROM", 1)
-    sorts, real = [], slots.SlotLayer.reorder
-    monkeypatch.setattr(
-        slots.SlotLayer, "reorder", lambda *given: (sorts.append(given[1]), real(*given))[1]
-    )
-    policy, prompts = policies["qwen2"], [PROMPTS[1], 4 * PROMPTS[2]] * 6
-    samples = drained(submitted(engine_of(policy, Sampling(1, 40), tokens=1000), prompts))
-    assert sorts
-    rows = [(s.prompt_ids, c.ids) for s in samples.values() for c in s.completions]
-    recorded = [x for s in samples.values() for c in s.completions for x in c.logprobs]
-    again = [x for row in score(policy, rows, 1.0) for x in row]
-    assert recorded == pytest.approx(again, abs=BOUND)
-
-
 def test_sampled_frequencies_are_those_of_lockstep(embedded):
     """Both engines sample the same distribution of first tokens: 2,000 for one question each."""
     samples = drained(submitted(engine_of(embedded, Sampling(500, 1)), [PROMPTS[0]] * 4))
