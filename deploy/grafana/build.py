@@ -582,9 +582,7 @@ BOARDS = {
     ),
 }
 COLLAPSED = {
-    "Optional features": (
-        "an accelerator, an inference server, tasks of several turns"
-    ),
+    "Optional features": ("an accelerator, an inference server, tasks of several turns"),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",
     "Crews": "only for nodes in a crew",
