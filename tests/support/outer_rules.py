@@ -80,20 +80,9 @@ def judge(
     return gate.conclude(found, losses)
 
 
-def stable_bound(alpha: float, share: float = PAIR) -> float:
-    """Return the largest γ with which the expected squared disagreement does not grow: 2(1 − α²) /
-    (1 + α − 2αq), for pairs 2(1 − α²).
-
-    share: q, mean share of the disagreement that one averaging removes; 1/2 for pairs of many,
-    N/(2(N−1)) for pairs of N. Follows from the second moments of (x, m), x' = x + m', m' = αm − γQx
-    with Q a random projection of mean q.
-    """
-    return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * share)
-
-
 def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
     """Return the factor of the expected squared disagreement per outer step without inner steps. It
-    is below 1 exactly within `stable_bound`.
+    is below 1 exactly for γ < 2(1 − α²) / (1 + α − 2αq), for pairs 2(1 − α²).
 
     Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
     """

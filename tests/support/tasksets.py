@@ -4,5 +4,5 @@ import importlib.util
 from pathlib import Path
 
 STAND_IN = Path(__file__).parent / "standin"
-"""Has the signatures that swarmnode uses: `standin/check.py` compares them."""
+"""Has the signatures of verifiers 0.4.0 that swarmnode uses."""
 IS_REAL = importlib.util.find_spec("verifiers") is not None

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -234,41 +233,6 @@ def test_init_stores_options_and_prints_the_run_command(tmp_path, capsys):
         "network.listen_addrs": ["/ip4/127.0.0.1/tcp/9512"],
         "task.names": ["builtin/copy"],
     }
-
-
-@pytest.mark.slow
-def test_the_printed_run_command_works_as_printed(tmp_path):
-    """The data set and the number of steps are in the file only, and --set overrides the file."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "{n} + 1", "answer": "{n + 1}"}}\n' for n in range(40)))
-    file = tmp_path / "my own.toml"
-    file.write_text(
-        f"""
-        [node]
-        data_dir = "{tmp_path / "node"}"
-        [http]
-        port = 0
-        [task]
-        names = ["data/sums"]
-        held_out_per_task = 2
-        [task.datasets."data/sums"]
-        source = "{rows}"
-        [training]
-        max_steps = 1
-        groups_per_step = 1
-        num_generations = 2
-        max_completion_length = 8
-        """
-    )
-    swarmnode = f"{sys.executable} -m swarmnode"
-    init = [*swarmnode.split(), "init", "-c", str(file), "--set", "training.num_generations=4"]
-    first = subprocess.run(init, capture_output=True, text=True, timeout=120)
-    assert first.returncode == 0, first.stderr
-    (command,) = re.findall(r"Start this node with `(.+?)`", first.stderr)
-    command = command.replace("swarmnode", swarmnode, 1)
-    ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    assert "trainer finished" in ran.stderr
 
 
 def test_join_rejects_a_manifest_of_another_swarm(tmp_path, monkeypatch, capsys):

@@ -296,31 +296,6 @@ async def test_down_reason_is_the_last_logged_error(node, tmp_path):
     assert "Traceback" in (tmp_path / "data" / "log" / "trainer.jsonl").read_text()
 
 
-WANTS = "from swarmnode.errors import *\n" + CRASHES.replace(
-    'open("/absent/model")',
-    "progress('training'); time.sleep(0.3); raise ExceptionGroup('nursery', leaves)",
-)
-
-
-@pytest.mark.parametrize(
-    ("leaves", "expected"),
-    [
-        ("[RestartWanted('another manifest was chosen')]", "another manifest was chosen"),
-        ("[RestartWanted('moved'), KeyError('a bug')]", "a bug"),
-        ("[RestartWanted('moved'), LocalError('the key is gone')]", "the key is gone"),
-    ],
-)
-async def test_wish_to_be_restarted_is_logged_unless_something_failed(node, leaves, expected):
-    supervisor = node(trainer=FIRST_ONLY + WANTS.replace("leaves)", f"{leaves})"))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
-        await until(lambda: node.pids("trainer"))
-        why = await down(node)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert expected in why
-    assert ("exit code" not in why) == (expected == "another manifest was chosen")
-
-
 async def test_the_status_names_what_a_loading_process_does(node, tmp_path):
     loads = (
         "progress('loading, trying the policy')\n"

@@ -1,13 +1,19 @@
+"""What the page, `swarmnode status` and /readyz report about a node's state."""
+
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
+import pytest
 
+from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report
 from swarmnode.observe.health import policy_loaded, ready, troubles
 from swarmnode.observe.history import History
 from swarmnode.observe.snapshot import Health, NodeSnapshot
+from swarmnode.observe.status import render
 from swarmnode.observe.watch import DiskStatistics, SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
@@ -19,20 +25,138 @@ from swarmnode.tasks.child import ScorerStatistics
 from tests.support.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace
+UNTIL_7 = {"budget.paused": {"quiet_hours": True}, "node.quiet_hours": "22:00-07:00"}
+GONE = {
+    "trainer.connected": False,
+    "supervisor.down": {"trainer": "KeyError: 'x' (exit code 1)"},
+}
+QUIET = {"trainer.age_seconds": 100.0, "trainer.report.phase": "training"}
+GIB = 2**30
 
 
-def test_example_has_no_problems() -> None:
-    assert ready(example()).ok
-    assert troubles(example()) == []
+def at(path: str, value: Any) -> dict[str, Any]:
+    return {path: value}
 
 
-def test_a_lone_node_is_ready() -> None:
-    assert ready(NodeSnapshot(health=Health(policy_loaded=True))).ok
+def changed(values: dict[str, Any], snapshot: Any = None) -> Any:
+    """Return the example, or `snapshot`, with other values at these paths. A part of a path is an
+    attribute or a key."""
+    found = example() if snapshot is None else snapshot
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        inside = found[name] if isinstance(found, dict) else getattr(found, name)
+        new = changed({rest: value}, inside) if rest else value
+        found = {**found, name: new} if isinstance(found, dict) else replace(found, **{name: new})
+    return found
 
 
-def test_a_draining_node_is_not_ready() -> None:
-    verdict = ready(replace(example(), health=Health(policy_loaded=True, draining=True)))
-    assert verdict.reasons == ["draining"]
+def dropped(kind: str, kept: int = 10_000, **since: int) -> dict[str, Any]:
+    """Only the newest items of a kind were dropped."""
+    report = example().trainer.report
+    assert report is not None
+    counts = DropCounts(kept, since, since if kept == 10_000 else {})
+    return {"trainer.report.drops": {**report.drops, kind: counts}}
+
+
+def scored(rejected: int, received: int) -> dict[str, Any]:
+    admission = AdmissionStatistics(rejected={"signature": rejected})
+    return {"rollouts": ExchangeStatistics(received=received, admission=admission)}
+
+
+def ignored(**counts: int) -> dict[str, Any]:
+    return {"rollouts.admission.admitted": 9, "rollouts.admission.ignored": counts}
+
+
+UNSHARED = "none of the last 20 own groups was shared, with "
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    (at("swarm", SummaryStatistics(clock_offset_seconds=95.0)), "this clock is 95 s behind those"),
+    (at("swarm", SummaryStatistics(clock_offset_seconds=-95.0)), "this clock is 95 s ahead of"),
+    (at("swarm", SummaryStatistics(clock_offset_seconds=29.0)), ""),
+    (at("swarm", SummaryStatistics()), ""),
+    ({"network.peers.connected": 0, "at": STARTED_AT + 86_400.0}, "no peers connected"),
+    ({"network.peers.connected": 0, "at": STARTED_AT - 86_400.0}, "no peers connected"),
+    (at("disk", DiskStatistics(GIB, 100 * GIB)), "disk"),
+    (at("disk", DiskStatistics(20 * GIB, 4096 * GIB)), ""),  # a small share of much
+    (at("disk", DiskStatistics(GIB, 10 * GIB)), ""),  # a small disk as it was
+    (at("disk", DiskStatistics()), ""),
+    (at("trainer.report.state_error", "No space left"), "state is not saved: No space left"),
+    ({**QUIET, "trainer.report.step_seconds": 40.0}, ""),
+    ({**QUIET, "trainer.report.step_seconds": 2.0}, "the trainer has reported nothing for 100 s"),
+    (at("trainer", TrainerStatistics(True, Report("evaluating"), age_seconds=300.0)), ""),
+    (at("trainer", TrainerStatistics(True, Report("generating"), age_seconds=300.0)), ""),
+    (UNTIL_7, "quiet hours until 07:00: no training and no sharing"),
+    (scored(10, 10), ""),
+    (scored(40, 100), ""),
+    (scored(60, 100), "most groups from peers are rejected: their signature is not valid"),
+    (at("stages.crew.stopped_seconds", 30.0), ""),
+    (
+        {"stages.crew.stopped_seconds": 31.0, "stages.crew.state": "preparing"},
+        "the crew has taken no step for 31 s",
+    ),
+    (
+        {"stages.own.phase": "failed", "stages.own.reason": "gate: KL 0.4"},
+        "this node's stage could not be restored: gate: KL 0.4",
+    ),
+    (
+        at("scorer", ScorerStatistics(reward_errors={"a": 2}, last_reward_error="a: Zero")),
+        "the reward failed for 2 completions, which count as 0; the last error: a: Zero",
+    ),
+    (
+        {
+            "scorer": ScorerStatistics(reward_errors={"a": 2}, last_reward_error="a: Zero"),
+            "trainer.report.reward_errors": {"b": 1},
+            "trainer.report.last_reward_error": "b: KeyError: 'x'",
+        },
+        "the reward failed for 3 completions, which count as 0; the last error: b: KeyError: 'x'",
+    ),
+    (at("trainer.recent", {"cut_rewarded_share": 0.2}), ""),
+    (at("trainer.recent", {"cut_rewarded_share": 0.25}), "25% of the answers are cut and earn 1"),
+    (at("trainer.recent", {"completion_cut_share": 0.9}), ""),
+    (at("trainer.recent", {"completion_cut_share": 0.95}), "95% of the answers are cut"),
+    (
+        {"scorer.refusals": {"own/a": 2}, "scorer.last_refusal": "own/a: import x"},
+        "refused 2 actions",
+    ),
+    (GONE, "the trainer is not connected: KeyError: 'x' (exit code 1)"),
+    ({**GONE, "trainer.report.phase": "draining"}, ""),
+    (
+        {"trainer.report.server.state": "away", "trainer.report.server.reason": "EngineCore died"},
+        "does not sample, this node's engine does: EngineCore died",
+    ),
+    (dropped("update", not_finite=4), ""),
+    (dropped("update", not_finite=5), "not changed for 5 steps: the gradient is not finite"),
+    (dropped("update", no_signal=19), ""),
+    (dropped("update", no_signal=20), "not changed for 20 steps: no group had an advantage"),
+    (dropped("update", no_signal=12, overflow=8), "no group had an advantage"),
+    (dropped("group", special_ids=19), ""),
+    (dropped("group", special_ids=20), UNSHARED),
+    (at("rollouts.unpublished_since", {"invalid": 20}), UNSHARED),
+    (at("rollouts.unpublished_since", {"zero_advantage": 199}), ""),
+    (at("rollouts.unpublished_since", {"zero_advantage": 200}), "all rewards of a group are equal"),
+    (dropped("update", 19, not_finite=20), "20 of 39"),
+    (dropped("question", 19, no_question=20), "20 of 39"),
+    (dropped("message", 19, link_full=20), "20 of 39"),
+    (dropped("message", 20, link_full=20), ""),
+    (dropped("message", 0, link_full=19), ""),
+    (dropped("update", 1, no_signal=1000), ""),  # by design
+    (dropped("completion", 1, cut=1000), ""),
+    (dropped("update", 1, overflow=1000), ""),
+    (
+        at("rollouts.judged", {"used": 1, "untokenizable": 57}),
+        "most groups of peers are refused, 57 of 58: their text has no tokens here",
+    ),
+    (ignored(outdated=50, duplicate=500), "most groups from peers are ignored, 50 of 59"),
+    (ignored(duplicate=5000, rate=500, busy=100, not_pooled=900), ""),
+]
+"""Changes of the example, and a part of the one trouble that is then reported."""
+
+
+@pytest.mark.parametrize(("changes", "expected"), CASES)
+def test_each_trouble_is_reported(changes, expected) -> None:
+    found = troubles(changed(changes))
+    assert len(found) == bool(expected), found
+    assert all(expected in each for each in found)
 
 
 def test_missing_peers_are_reported_after_a_minute() -> None:
@@ -45,85 +169,78 @@ def test_missing_peers_are_reported_after_a_minute() -> None:
     assert troubles(replace(example_at(90.0), network=alone, node=unshared)) == []
 
 
-def test_clock_difference_is_reported_in_both_directions() -> None:
-    def at(offset: float | None) -> list[str]:
-        return troubles(replace(example(), swarm=SummaryStatistics(clock_offset_seconds=offset)))
-
-    assert at(95.0) == ["this clock is 95 s behind those of most peers"]
-    assert at(-95.0) == ["this clock is 95 s ahead of those of most peers"]
-    assert at(29.0) == at(None) == []
-
-
-def test_clock_set_back_hides_no_problem() -> None:
-    s = example()
-    lonely = replace(s.network, peers=replace(s.network.peers, connected=0))
-    for day in (86_400.0, -86_400.0):
-        moved = replace(s, at=s.node.started_at + day, network=lonely)
-        assert troubles(moved) == ["no peers connected"]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"network.peers.connected": 0, "network.peers.known": 0},
+        {"node.sharing": False},
+        {"budget.paused": {"owner": True}},
+    ],
+)
+def test_lone_or_paused_node_reports_no_unshared_groups(changes) -> None:
+    found = troubles(changed({**dropped("group", special_ids=500), **changes}))
+    assert not any("shared" in each for each in found)
 
 
-def test_full_disk_is_judged_by_share_and_bytes() -> None:
-    def left(free: int, total: int) -> bool:
-        return any(
-            "disk" in trouble
-            for trouble in troubles(replace(example(), disk=DiskStatistics(free, total)))
-        )
-
-    assert left(2**30, 100 * 2**30)
-    assert not left(20 * 2**30, 4096 * 2**30)  # a small share of much
-    assert not left(2**30, 10 * 2**30)  # a small disk as it was
-    assert troubles(replace(example(), disk=DiskStatistics())) == []
-
-
-def test_a_failed_save_is_reported_with_its_error() -> None:
-    s = example()
-    report = replace(s.trainer.report, state_error="No space left on device")
-    assert troubles(replace(s, trainer=replace(s.trainer, report=report))) == [
-        "the trainer's state is not saved: No space left on device"
-    ]
+def test_node_with_a_problem_is_not_shown_as_ready() -> None:
+    s = changed(dropped("update", not_finite=5))
+    status = {
+        "snapshot": msgspec.to_builtins(s),
+        "ready": msgspec.to_builtins(ready(s)),
+        "troubles": troubles(s),
+        "history": {},
+    }
+    head = render(status).splitlines()[0]
+    assert "has not changed" in head
+    assert "ready" not in head
 
 
-def test_silent_trainer_is_reported_by_step_time() -> None:
-    def after(age: float, step_seconds: float) -> list[str]:
-        report = replace(example().trainer.report, phase="training", step_seconds=step_seconds)
-        return troubles(
-            replace(
-                example(), trainer=TrainerStatistics(connected=True, report=report, age_seconds=age)
-            )
-        )
-
-    assert after(100.0, 40.0) == []
-    assert after(100.0, 2.0) == ["the trainer has reported nothing for 100 s"]
+NOT_LOADED = {"health": Health()}
+LOADING = SupervisorStatistics(loading={"trainer": "loading, trying the policy"})
 
 
-def test_a_long_first_step_or_evaluation_is_no_silence() -> None:
-    for phase in ("evaluating", "generating"):
-        report = Report(phase)
-        trainer = TrainerStatistics(connected=True, report=report, age_seconds=300.0)
-        assert troubles(replace(example(), trainer=trainer)) == []
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        ({"health": Health(policy_loaded=True, draining=True)}, ["draining"]),
+        (
+            {**NOT_LOADED, "stages.crew": CrewStatistics(), "stages.own": None},
+            ["waits for other nodes to form a crew"],
+        ),
+        ({**NOT_LOADED, "stages.own.phase": "loading"}, ["its stage is not loaded yet"]),
+        ({**NOT_LOADED, "stages.enabled": False}, ["the policy is not loaded yet"]),
+        (
+            {**NOT_LOADED, "stages.enabled": False, "supervisor": LOADING},
+            ["the policy is not loaded yet: loading, trying the policy"],
+        ),
+        (
+            {**NOT_LOADED, "stages.enabled": False, **GONE},
+            ["the policy is not loaded yet", "the trainer ended: KeyError: 'x' (exit code 1)"],
+        ),
+    ],
+)
+def test_node_is_ready_without_reasons(changes, reasons) -> None:
+    assert ready(changed(changes)).reasons == reasons
+    assert ready(changed(changes)).ok == (not reasons)
 
 
-def test_quiet_hours_say_until_when() -> None:
-    s = example()
-    budget = replace(s.budget, paused={"quiet_hours": True})
-    node = replace(s.node, quiet_hours="22:00-07:00")
-    assert troubles(replace(s, budget=budget, node=node)) == [
-        "quiet hours until 07:00: no training and no sharing"
-    ]
+def test_a_lone_node_is_ready() -> None:
+    assert ready(NodeSnapshot(health=Health(policy_loaded=True))).ok
 
 
-def test_few_rejections_are_not_reported() -> None:
-    def rejecting(count: int, received: int) -> list[str]:
-        admission = AdmissionStatistics(rejected={"signature": count})
-        return troubles(
-            replace(example(), rollouts=ExchangeStatistics(received=received, admission=admission))
-        )
-
-    assert rejecting(10, 10) == []
-    assert rejecting(40, 100) == []
-    assert rejecting(60, 100) == [
-        "most groups from peers are rejected: their signature is not valid in this swarm"
-    ]
+def test_node_is_ready_once_stage_or_policy_is_loaded() -> None:
+    stages, alone = example().stages, StagesStatistics()
+    assert policy_loaded(None, stages)  # only the head reports
+    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="active")))
+    assert not policy_loaded(
+        Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
+    )
+    # the node was a head, and its crew has ended
+    assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))
+    assert policy_loaded(Report(phase="generating"), alone)
+    assert not policy_loaded(Report(phase="loading"), alone)
+    assert not policy_loaded(None, alone)
 
 
 def test_history_covers_the_whole_life_in_bounded_memory() -> None:
@@ -182,124 +299,3 @@ def test_loaded_history_stays_bounded(tmp_path) -> None:
         fresh = History()
         fresh.load(tmp_path)
         assert fresh.columns()["at"] == []
-
-
-def test_a_stopped_crew_and_a_lost_stage_are_reported() -> None:
-    stages = example().stages
-
-    def reasons(changed: StagesStatistics) -> list[str]:
-        return troubles(replace(example(), stages=changed))
-
-    assert reasons(replace(stages, crew=replace(stages.crew, stopped_seconds=30.0))) == []
-    standing = replace(stages.crew, stopped_seconds=31.0, state="preparing")
-    assert reasons(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
-    failed = replace(stages.own, phase="failed", reason="gate: KL 0.4")
-    assert reasons(replace(stages, own=failed)) == [
-        "this node's stage could not be restored: gate: KL 0.4"
-    ]
-
-
-def test_node_without_a_crew_reports_the_reason() -> None:
-    stages = example().stages
-
-    def reasons(changed: StagesStatistics) -> list[str]:
-        health = Health(policy_loaded=False)
-        return ready(replace(example(), health=health, stages=changed)).reasons
-
-    assert reasons(replace(stages, crew=CrewStatistics(), own=None)) == [
-        "waits for other nodes to form a crew"
-    ]
-    assert reasons(replace(stages, own=replace(stages.own, phase="loading"))) == [
-        "its stage is not loaded yet"
-    ]
-    assert reasons(replace(stages, enabled=False)) == ["the policy is not loaded yet"]
-    loading = SupervisorStatistics(loading={"trainer": "loading, trying the policy"})
-    snapshot = replace(example(), health=Health(policy_loaded=False), supervisor=loading)
-    assert ready(replace(snapshot, stages=replace(stages, enabled=False))).reasons == [
-        "the policy is not loaded yet: loading, trying the policy"
-    ]
-
-
-def test_node_is_ready_once_stage_or_policy_is_loaded() -> None:
-    stages, alone = example().stages, StagesStatistics()
-    assert policy_loaded(None, stages)  # only the head reports
-    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="active")))
-    assert not policy_loaded(
-        Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
-    )
-    # the node was a head, and its crew has ended
-    assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))
-    assert policy_loaded(Report(phase="generating"), alone)
-    assert not policy_loaded(Report(phase="loading"), alone)
-    assert not policy_loaded(None, alone)
-
-
-def test_failing_reward_is_reported_with_the_last_error() -> None:
-    ours = replace(
-        example(),
-        scorer=ScorerStatistics(
-            reward_errors={"own/a": 2}, last_reward_error="own/a: ZeroDivisionError"
-        ),
-    )
-    assert troubles(ours) == [
-        "the reward failed for 2 completions, which count as 0; the last error: own/a:"
-        " ZeroDivisionError"
-    ]
-    report = replace(
-        example().trainer.report,
-        reward_errors={"own/b": 1},
-        last_reward_error="own/b: KeyError: 'x'",
-    )
-    theirs = replace(ours, trainer=replace(ours.trainer, report=report))
-    assert troubles(theirs) == [
-        "the reward failed for 3 completions, which count as 0; the last error: own/b:"
-        " KeyError: 'x'"
-    ]
-
-
-def test_cut_answers_with_a_full_reward_are_reported() -> None:
-    for share, expected in ((0.2, []), (0.25, ["25% of the answers are cut and earn 1"])):
-        recent = {"cut_rewarded_share": share}
-        s = replace(example(), trainer=replace(example().trainer, recent=recent))
-        assert [trouble[:37] for trouble in troubles(s)] == expected
-
-
-def test_refusals_of_the_sandbox_are_reported() -> None:
-    scorer = replace(example().scorer, refusals={"own/a": 2}, last_refusal="own/a: import x")
-    (trouble,) = troubles(replace(example(), scorer=scorer))
-    assert "refused 2 actions" in trouble
-    assert "the last: own/a: import x" in trouble
-
-
-def test_answers_that_are_all_cut_are_reported() -> None:
-    for share, expected in ((0.9, []), (0.95, ["95% of the answers are cut"])):
-        recent = {"completion_cut_share": share}
-        s = replace(example(), trainer=replace(example().trainer, recent=recent))
-        assert [trouble[:26] for trouble in troubles(s)] == expected
-
-
-def test_the_reason_of_a_missing_trainer_is_reported() -> None:
-    s = example()
-    supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
-    gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
-    assert troubles(gone)[0] == "the trainer is not connected: KeyError: 'x' (exit code 1)"
-    report = replace(s.trainer.report, phase="draining")
-    assert troubles(replace(gone, trainer=replace(gone.trainer, report=report))) == [], "it stops"
-    never = replace(gone, health=Health(), stages=replace(s.stages, enabled=False))
-    assert ready(never).reasons == [
-        "the policy is not loaded yet",
-        "the trainer ended: KeyError: 'x' (exit code 1)",
-    ]
-
-
-def test_unused_server_is_reported_with_its_reason() -> None:
-    well = example()
-    report = well.trainer.report
-    assert report is not None
-    assert report.server is not None
-    server = replace(report.server, state="away", reason="/health answers 500: EngineCore died")
-    away = replace(well, trainer=replace(well.trainer, report=replace(report, server=server)))
-    assert troubles(away) == [
-        "the vLLM server at http://127.0.0.1:8000 does not sample, this node's engine does:"
-        " /health answers 500: EngineCore died"
-    ]

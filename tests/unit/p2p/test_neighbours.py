@@ -189,21 +189,6 @@ async def test_a_summary_of_a_banned_peer_is_not_shown():
     assert node.statistics().rows == []
 
 
-async def test_the_first_peers_are_logged_once(caplog):
-    """Strangers can create any number of peers, and may not fill the log."""
-    caplog.set_level("INFO")
-    wire = Wire()
-    make_node(wire, clock=lambda: NOW)
-    keys = [Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in range(1, 11)]
-    for key in [keys[0], *keys]:
-        frame = seal_summary(summary(name="attic\u202e"), key, SWARM)
-        peer = peer_id(key.public_key().public_bytes_raw())
-        await wire.answer(peer, request(key, summary=frame))
-    lines = [each.getMessage() for each in caplog.records]
-    assert len(lines) == 8
-    assert lines[0].startswith("connected to attic\ufffd (12D3KooW")
-
-
 async def test_clocks_of_peers_are_compared_also_without_summaries():
     wire = Wire()
     node = make_node(wire, clock=lambda: NOW - 400)

@@ -11,11 +11,8 @@ from swarmnode.policy.engine.selector import (
     SHORT,
     EngineChoice,
     EngineSelector,
-    answered,
-    select_engine,
 )
-from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 
 SAMPLE = GroupSample([1], [SampledCompletion([2, 3], [-0.5, -0.5], "x", "eos")])
 LONG = ["continuous"]
@@ -114,17 +111,3 @@ def test_out_of_memory_does_not_replace_the_engine():
     with pytest.raises(torch.OutOfMemoryError):
         asked(engine).finished(0)
     assert (engine.failures, kinds) == (0, LONG)
-
-
-def test_both_engines_answer_all_prompts_in_order(policies):
-    policy = policies["llama"]
-    prompts = ["12", "Calculate 10 + 8.", "Spell this word backward: tree"]
-    for options in (["lockstep"], LONG):
-        engine = select_engine(
-            policy, MicroBatcher(4096), options, Sampling(2, 12, 0.0), policy.random_generator(0)
-        )
-        found = answered(engine, prompts)
-        expected = generate(policy, prompts, Sampling(2, 12, 0.0), policy.random_generator(0))
-        assert [[c.ids for c in s.completions] for s in found] == [
-            [c.ids for c in s.completions] for s in expected
-        ]

@@ -21,7 +21,6 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.slots import unsuited
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.policy.trial import long_row, try_loaded
 from swarmnode.policy.ways import Row, trial_rows
@@ -162,22 +161,6 @@ def test_an_engine_refuses_a_prompt_without_room(opened, option):
 
 
 # --- ways
-
-
-@pytest.mark.parametrize("kind", ["deepseek-mla", "qwen3-moe"])
-def test_keys_and_values_of_unlike_size_lie_in_slots(opened, kind):
-    _, policy = opened(kind)
-    assert unsuited(policy) == ""
-    groups = sampled_by("continuous", policy, Sampling(3, 12))
-    assert gap_to_scoring(policy, groups) < 1e-3
-
-
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3-next", "falcon-alibi", "bloom", "gemma3n"])
-def test_model_with_other_attention_samples_as_it_scores(opened, kind):
-    _, policy = opened(kind)
-    assert unsuited(policy)
-    groups = sampled_by("lockstep", policy, Sampling(3, 12))
-    assert gap_to_scoring(policy, groups) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "bloom", "gpt-neo", "mistral", "lfm2"])

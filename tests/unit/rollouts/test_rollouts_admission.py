@@ -1,4 +1,3 @@
-import logging
 import re
 from pathlib import Path
 
@@ -256,15 +255,3 @@ def test_every_reason_is_documented_with_its_verdict():
         if row[2].strip().isupper()
     }
     assert documented == {name: verdict.name for name, verdict in REASONS.items()}
-
-
-def test_each_reason_is_logged_once(caplog):
-    caplog.set_level(logging.INFO, logger="swarmnode.rollouts.network.admission")
-    checks = admission()
-    for _ in range(3):
-        checks.refuse("too_long", "12D3KooWpeer")
-        checks.refuse("seed", "12D3KooWpeer")
-    assert [(line.levelname, line.args[0]) for line in caplog.records] == [
-        ("INFO", "too_long"),
-        ("WARNING", "seed"),
-    ]

@@ -1,8 +1,6 @@
 """Episodes between nodes, in virtual time: their messages, their replay, and the cost of a forged
 one."""
 
-import logging
-
 import msgspec
 import pytest
 import trio
@@ -173,21 +171,6 @@ async def test_a_shouting_environment_is_bounded(swarm, autojump_clock):
     sizes = [[len(text.encode()) for text in each] for each in group.observations]
     assert max(map(max, sizes)) <= 4096
     assert groups.memory_bytes(group.group, group.prompt, group.observations) > 3 * 4000
-
-
-async def test_the_log_names_task_and_versions_once(swarm, autojump_clock, caplog):
-    liar = Author(swarm.authors[0].swarm, 78, swarm.authors[0].tasks)
-    swarm.exchanges[0].admission.version_of = {liar.peer: "0.9.9"}.get
-    holder = Holder(swarm.medium, author=liar)
-    with caplog.at_level(logging.INFO):
-        for sequence in range(2):
-            forged, _ = forged_episodes(await honest_group(liar, sequence))["ends early"]
-            await holder.add_frame(liar.frame(forged))
-            await settle()
-    (line,) = [r.getMessage() for r in caplog.records if "its_version=0.9.9" in r.getMessage()]
-    assert f"task={swarm.authors[0].tasks[0]}" in line
-    assert swarm.outcomes(0)["trajectory"] == 2
-    assert swarm.pulling(0).claims.faults == {"trajectory": 2}
 
 
 @pytest.mark.parametrize("texts", [None, [["1"], ["2"]]])

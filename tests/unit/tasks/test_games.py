@@ -168,22 +168,3 @@ def test_a_game_of_textarena_repeats_itself_in_the_sandbox(named, task):
     assert all(0.0 <= reward <= 1.0 for reward in scored.rewards)
     assert scored.prompt
     assert other
-
-
-def test_a_number_is_guessed_in_textarena(named):
-    pytest.importorskip("textarena", reason="pip install textarena, 91 MB with what it needs")
-    task = named("textarena/GuessTheNumber-v0")
-    with Scorer() as scorer:
-        low, high, actions = 1, 20, []
-        while True:
-            actions.append(f"[{(low + high) // 2}]")
-            scored = scorer.score(ref(task), [actions])
-            (episode,) = scored.episodes
-            if episode.done:
-                break
-            if "higher" in episode.observations[-1]:
-                low = (low + high) // 2 + 1
-            else:
-                high = (low + high) // 2 - 1
-    assert scored.rewards == [1.0]
-    assert "guessed the correct number" in episode.observations[-1]

@@ -16,7 +16,7 @@ from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import owner_code, registry
-from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.client import Scorer, ScorerFailed, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
@@ -327,17 +327,6 @@ def test_reward_exception_counts_as_zero(package):
     assert (told.starts, told.failures) == (1, 0)
     assert told.reward_errors[MOODY] >= 3 * 30
     assert told.last_reward_error.startswith(f"{MOODY}: ")
-
-
-async def test_the_network_process_scorer_counts_the_same(package):
-    installed(MOODY)
-    async with AsyncScorer() as scorer:
-        results = await scorer.score_many([(ref(MOODY, index), ["x"]) for index in range(40)])
-        told = scorer.statistics()
-    failed = [result for result in results if isinstance(result, ScorerFailed)]
-    assert 0 < len(failed) < 20
-    assert told.reward_errors == {MOODY: 40}
-    assert (told.starts, told.failures) == (1, 0)
 
 
 @pytest.mark.parametrize("task", [FEW, APART])

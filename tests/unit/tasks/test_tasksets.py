@@ -5,7 +5,6 @@ pytest tests/unit/tasks/test_tasksets.py
 """
 
 import importlib
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, registry, taskset
 from swarmnode.tasks.frames import Question
 from swarmnode.tasks.scorer import judge
-from tests.support.tasksets import IS_REAL, STAND_IN
+from tests.support.tasksets import IS_REAL
 
 NAME = "data/sums"
 SOURCE = "verifiers:sums-of-mine"
@@ -86,17 +85,6 @@ def asked(spec, *answers):
 
 def right_of(prompt):
     return str(int(prompt.split()[3]) + 1)
-
-
-def test_stand_in_has_the_real_signatures():
-    """signatures.txt was printed by check.py for verifiers 0.4.0."""
-    done = subprocess.run(
-        [sys.executable, STAND_IN / "check.py", STAND_IN],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == (STAND_IN / "signatures.txt").read_text()
 
 
 def test_a_taskset_asks_its_prompts_and_its_rewards_judge(tmp_path, written):

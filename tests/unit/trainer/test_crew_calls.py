@@ -16,6 +16,8 @@ from swarmnode.stages.stage_frames import DEVICE_REASON
 from swarmnode.stages.trainer import crew_policy
 from swarmnode.stages.trainer.crew_policy import CrewPolicy
 from swarmnode.stages.trainer.head import CrewStepResult, WorkRefused
+from swarmnode.trainer import state
+from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import UpdateStatistics
 
 LINEAGE = b"l" * 32
@@ -270,3 +272,13 @@ def test_waiting_ends_when_the_node_stops(clock, tmp_path):
     waiting._stop.set()
     with pytest.raises(EngineGone, match="stopping"):
         waiting.score(ROWS, 1.0)
+
+
+@pytest.mark.parametrize(("saved", "step", "rewards"), [(LINEAGE, 9, 0.5), (b"m" * 32, 5, None)])
+def test_restarted_head_repeats_no_group_number(tmp_path, saved, step, rewards):
+    policy, rng = policy_of(Crew(step=5)), torch.Generator()
+    counters = Counters(step=9, sequence=70, crew=saved.hex(), reward_held_out=0.5)
+    state.write(tmp_path, policy.snapshot(rng, counters))
+    restored = policy.restore(tmp_path, rng)
+    assert (restored.sequence, restored.step) == (70, step)
+    assert restored.reward_held_out == rewards

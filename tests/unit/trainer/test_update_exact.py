@@ -172,7 +172,7 @@ def test_exact_gradient_depends_on_every_part(policy, rows, part):
     assert float((expected - other).norm() / expected.norm()) > 0.02
 
 
-def trls(folder, tmp_path, reward_funcs=None, **settings):
+def trls(folder, tmp_path, **settings):
     """TRL's trainer of the same model."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
@@ -194,7 +194,7 @@ def trls(folder, tmp_path, reward_funcs=None, **settings):
     )
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder),
-        reward_funcs=reward_funcs or (lambda completions, **_: [0.0] * len(completions)),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}),
         processing_class=AutoTokenizer.from_pretrained(folder),
