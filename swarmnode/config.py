@@ -162,9 +162,6 @@ class NodeConfig(Section):
     status pages."""
     quiet_hours: Annotated[str, AfterValidator(_check_hours)] = ""
     """Local time without training steps and sharing, e.g. `22:00-07:00`. None if empty."""
-    rest_when: list[Literal["battery", "busy"]] = []
-    """Take no training steps on `battery` power, or while the machine is `busy`: other programs use
-    more than a quarter of all processors, and for five minutes after."""
 
 
 class SwarmConfig(Section):

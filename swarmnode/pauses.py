@@ -1,9 +1,5 @@
-"""Reasons to pause training, and the file through which the supervisor reports them to the other
-processes of the node.
-
-    owner      `swarmnode pause`, until `swarmnode resume`; outlasts restarts of the node
-    battery    the machine runs on battery                        (node.rest_when)
-    busy       other programs use the machine's processors        (node.rest_when)
+"""The operator's pause of training, and the file through which the supervisor reports it to the
+other processes. It lasts from `swarmnode pause` until `swarmnode resume`, also across restarts.
 
 Quiet hours are not in this file: each process compares them with its clock.
 """
@@ -12,14 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from swarmnode.files import write_atomically
 
-REASONS = ("owner", "battery", "busy")
 FILE = "pauses.json"
 FILE_BYTES = 4096
 POLL_INTERVAL = 1.0
@@ -27,47 +22,43 @@ POLL_INTERVAL = 1.0
 DAY_MINUTES = 24 * 60
 
 
-def write(data_dir: Path, since: Mapping[str, float]) -> None:
-    """Write the current pauses.
+class SavedPause(msgspec.Struct, frozen=True):
+    """Content of the file."""
 
-    Args:
-        since: Reason of `REASONS` → start of the pause, Unix seconds.
-
-    Raises:
-        OSError: The disk is full.
-    """
-    write_atomically(data_dir / FILE, msgspec.json.encode(dict(since)))
+    owner: float | None = None
+    """Start of the operator's pause, Unix seconds; None without one."""
 
 
-def read(data_dir: Path) -> dict[str, float]:
-    """Return the current pauses; empty if the file is missing or damaged. Never raises."""
+def write(data_dir: Path, since: float | None) -> None:
+    """Write the start of the pause, Unix seconds; None without one. Raises OSError."""
+    write_atomically(data_dir / FILE, msgspec.json.encode(SavedPause(since)))
+
+
+def read(data_dir: Path) -> float | None:
+    """Return the start of the present pause; None without one, or if the file is damaged. Never
+    raises."""
     try:
         with (data_dir / FILE).open("rb") as file:
-            found = msgspec.json.decode(file.read(FILE_BYTES), type=dict[str, float])
+            since = msgspec.json.decode(file.read(FILE_BYTES), type=SavedPause).owner
     except (OSError, msgspec.MsgspecError):
-        return {}
-    return {
-        reason: found[reason]
-        for reason in REASONS
-        if reason in found and math.isfinite(found[reason])
-    }
+        return None
+    return since if since is not None and math.isfinite(since) else None
 
 
-class PauseFlags:
-    """Current reasons to pause, cached for `POLL_INTERVAL`."""
+class PauseFlag:
+    """Whether the operator has paused the node, cached for `POLL_INTERVAL`."""
 
     def __init__(self, data_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._data_dir = data_dir
         self._clock = clock
         self._read_at = -math.inf
-        self._reasons: tuple[str, ...] = ()
+        self._is_paused = False
 
-    def __call__(self) -> tuple[str, ...]:
-        """Return the reasons in the order of `REASONS`; empty if the node may train."""
+    def __call__(self) -> bool:
         now = self._clock()
         if now - self._read_at >= POLL_INTERVAL:
-            self._read_at, self._reasons = now, tuple(read(self._data_dir))
-        return self._reasons
+            self._read_at, self._is_paused = now, read(self._data_dir) is not None
+        return self._is_paused
 
 
 def is_quiet(hours: str, minute: int) -> bool:

@@ -8,13 +8,6 @@ import time
 
 from swarmnode.cli.options import NODE, AsJson, NodeOptions, load_data_dir, print_result
 
-PAUSE_TEXTS = {
-    "owner": "paused by the owner",
-    "battery": "the machine runs on battery",
-    "busy": "other programs use the machine",
-}
-"""Reason of `swarmnode.pauses.REASONS` → text for the operator."""
-
 
 def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Pause training after the current step, until `swarmnode resume`. The node stays connected and
@@ -25,10 +18,12 @@ def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     from swarmnode.daemon import control
 
     answer = control.send_command(load_data_dir(node), "pause")
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(answer.paused["owner"]))
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(answer.paused_since))
     now = "the node pauses after the current step; `swarmnode resume` continues training"
     text = now if answer.changed else f"the node is already paused, since {since}"
-    return print_result({"changed": answer.changed, "paused": answer.paused}, text, json)
+    return print_result(
+        {"changed": answer.changed, "paused_since": answer.paused_since}, text, json
+    )
 
 
 def resume(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
@@ -37,11 +32,9 @@ def resume(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
 
     answer = control.send_command(load_data_dir(node), "resume")
     text = "the node continues training" if answer.changed else "the node was not paused"
-    if answer.paused:
-        done = "your pause is lifted" if answer.changed else text
-        reasons = ", ".join(PAUSE_TEXTS[reason] for reason in answer.paused)
-        text = f"{done}, but training stays paused: {reasons}"
-    return print_result({"changed": answer.changed, "paused": answer.paused}, text, json)
+    return print_result(
+        {"changed": answer.changed, "paused_since": answer.paused_since}, text, json
+    )
 
 
 def finish(*, node: NodeOptions = NODE, json: AsJson = False) -> int:

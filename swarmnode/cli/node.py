@@ -301,7 +301,6 @@ def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> i
         agreed.node.data_dir,
         configuration,
         commands or supervisor.COMMANDS,
-        agreed.node.rest_when,
     )
 
 

@@ -1,11 +1,10 @@
-r"""`swarmnode pause`, `resume` and `finish`: the control socket of a running node, and its pauses
-by rule.
+r"""`swarmnode pause`, `resume` and `finish`: the control socket of a running node.
 
     client   {"command": "pause"}\n ─▶ <data_dir>/run/control (mode 0600, directory 0700)
              ◀─ {"changed": true, …}\n
 
-The supervisor serves the socket, because it outlives the other processes. It writes the reasons for
-a pause to a file, which the other processes read. A restarted process is therefore still paused,
+The supervisor serves the socket, because it outlives the other processes. It writes a pause to a
+file, which the other processes read. A restarted process is therefore still paused,
 and the HTTP server cannot change anything.
 """
 
@@ -15,7 +14,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,6 @@ import structlog
 import trio
 
 from swarmnode import pauses
-from swarmnode.daemon.machine import LoadAverage, Machine, update_load
 from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import lock_data_dir, socket_address, unix_listener
 
@@ -38,8 +36,6 @@ ANSWER_TIMEOUT_SECONDS = 60.0
 """Timeout for the node's answer. The node writes a file first, on a disk that may be busy with
 gigabytes of a trainer state."""
 MESSAGE_BYTES = 4096
-POLL_INTERVAL = 5.0
-"""Interval between measurements of the machine."""
 
 Command = Literal["pause", "resume", "finish"]
 
@@ -51,19 +47,17 @@ class Request(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     changed: bool = False
     """False if the node was already in the requested state."""
-    paused: dict[str, float] = {}
-    """Reasons for the present pause → Unix time of its start in seconds."""
+    paused_since: float | None = None
+    """Start of the present pause, Unix seconds; None without one."""
     error: str = ""
     """Reason of a failure; empty on success."""
 
 
 class Control:
-    """Applies the operator's commands and the pause rules to a running node.
+    """Applies the operator's commands to a running node.
 
     Args:
         data_dir: data directory of the node.
-        rest_when: `node.rest_when`.
-        machine: measures the machine.
         finish: ends the node after the current step.
         trains: False for a node without a trainer, which cannot pause.
     """
@@ -71,67 +65,33 @@ class Control:
     def __init__(
         self,
         data_dir: Path,
-        rest_when: Collection[str],
-        machine: Machine,
         finish: Callable[[], None],
         *,
         trains: bool,
     ) -> None:
         self._data_dir = data_dir
-        self._rest_when = rest_when
-        self._machine = machine
         self._finish = finish
         self._trains = trains
-        self._load = LoadAverage()
-        self._since = {
-            reason: at
-            for reason, at in pauses.read(data_dir).items()
-            if reason == "owner" and trains
-        }
+        self._since = pauses.read(data_dir) if trains else None
 
     async def run(self) -> None:
-        """Serve commands and apply the rules until cancelled. Without a socket the node continues,
-        with an error in the log."""
-        self._write_pauses()
-        if "owner" in self._since:
+        """Serve commands until cancelled. Without a socket the node continues, with an error in the
+        log."""
+        self._write_pause()
+        if self._since is not None:
             log.warning(
                 "paused by the operator",
-                since=_format_time(self._since["owner"]),
+                since=_format_time(self._since),
                 remedy="`swarmnode resume` continues",
             )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._serve)
-            if self._trains:
-                nursery.start_soon(self._apply_rules)
+        try:
+            with unix_listener(self._data_dir / SOCKET, 4, "control socket") as listener:
+                await self._accept(trio.socket.from_stdlib_socket(listener))
+        except (OSError, Unavailable) as error:
+            log.error("no control socket: pause, resume and finish do not work", error=str(error))
 
-    # ---- the machine -----------------------------------------------------------------------------
-
-    async def _apply_rules(self) -> None:
-        while self._rest_when:
-            now = trio.current_time()
-            if "busy" in self._rest_when:
-                self._load = update_load(self._load, self._machine.load_of_others(now), now)
-            found = {
-                "battery": "battery" in self._rest_when and self._machine.on_battery(),
-                "busy": now < self._load.busy_until,
-            }
-            before = dict(self._since)
-            for reason, holds in found.items():
-                if holds:
-                    self._since.setdefault(reason, time.time())
-                else:
-                    self._since.pop(reason, None)
-            if before.keys() != self._since.keys():
-                log.info(
-                    "pause reasons changed",
-                    rests=sorted(self._since) or "no",
-                    load_of_others=round(self._load.mean, 2),
-                )
-                self._write_pauses()
-            await trio.sleep(POLL_INTERVAL)
-
-    def _write_pauses(self) -> str:
-        """Write the pause reasons for the other processes. Returns the error; empty on success."""
+    def _write_pause(self) -> str:
+        """Write the pause for the other processes. Returns the error; empty on success."""
         try:
             pauses.write(self._data_dir, self._since)
         except OSError as error:  # a full disk must not end a node that still trains
@@ -140,13 +100,6 @@ class Control:
         return ""
 
     # ---- commands --------------------------------------------------------------------------------
-
-    async def _serve(self) -> None:
-        try:
-            with unix_listener(self._data_dir / SOCKET, 4, "control socket") as listener:
-                await self._accept(trio.socket.from_stdlib_socket(listener))
-        except (OSError, Unavailable) as error:
-            log.error("no control socket: pause, resume and finish do not work", error=str(error))
 
     async def _accept(self, listener: trio.socket.SocketType) -> None:
         async with trio.open_nursery() as waiting_clients:
@@ -191,7 +144,7 @@ class Control:
         if command == "finish":
             log.info("finishing after the current step")
             self._finish()
-            return Answer(True, dict(self._since))
+            return Answer(True, self._since)
         if not self._trains:
             return Answer(
                 error=(
@@ -199,21 +152,16 @@ class Control:
                     " ends it"
                 )
             )
-        before = dict(self._since)
-        if command == "pause":
-            self._since.setdefault("owner", time.time())
-        else:
-            self._since.pop("owner", None)
-        changed = before.keys() != self._since.keys()
-        if changed and (error := self._write_pauses()):
+        before = self._since
+        changed = (before is None) == (command == "pause")
+        if not changed:
+            return Answer(False, before)
+        self._since = time.time() if command == "pause" else None
+        if error := self._write_pause():
             self._since = before
-            return Answer(paused=before, error=f"cannot save the pause: {error}")
-        if changed:
-            log.info(
-                "paused by the operator" if command == "pause" else "resumed by the operator",
-                rests=sorted(self._since) or "no",
-            )
-        return Answer(changed, dict(self._since))
+            return Answer(paused_since=before, error=f"cannot save the pause: {error}")
+        log.info("paused by the operator" if command == "pause" else "resumed by the operator")
+        return Answer(True, self._since)
 
 
 async def _hold_open(stream: trio.SocketStream) -> None:

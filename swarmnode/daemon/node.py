@@ -30,7 +30,7 @@ from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.budget import Meter
-from swarmnode.pauses import REASONS, PauseFlags
+from swarmnode.pauses import PauseFlag
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.groups import GroupRules
 from swarmnode.rollouts.network.exchange import RolloutExchange
@@ -42,7 +42,7 @@ from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights.network.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
-PAUSES = ("quiet_hours", "month", *REASONS)
+PAUSES = ("quiet_hours", "month", "owner")
 """Budget pauses during which the node leaves its crew. Pauses of a few seconds are not in this
 list."""
 
@@ -56,13 +56,13 @@ async def run(config: Config, progress: Progress) -> None:
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
-        pause_flags = PauseFlags(data_dir)
+        is_paused = PauseFlag(data_dir)
         meter = Meter(
             config.network,
             config.node.quiet_hours,
             data_dir,
             lambda: network.statistics().traffic,
-            pause_reasons=pause_flags,
+            is_paused=is_paused,
         )
         network.set_budget(meter.allows)
         trainer = TrainerWatch()
@@ -97,7 +97,7 @@ async def run(config: Config, progress: Progress) -> None:
             data_dir,
             lambda message: link.send_to_trainer(message),
             budget=meter.allows,
-            may_average=lambda: crew.may_average and not pause_flags(),
+            may_average=lambda: crew.may_average and not is_paused(),
         )
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
         link = LinkServer(data_dir, port, port.trainer_left)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,6 @@ import structlog
 import trio
 
 from swarmnode.daemon.control import Control
-from swarmnode.daemon.machine import Machine
 from swarmnode.daemon.watchdog import DRAIN_SECONDS, EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
@@ -48,7 +47,6 @@ def run(
     data_dir: Path,
     configuration: Callable[[], str],
     commands: Mapping[str, str] = COMMANDS,
-    rest_when: Collection[str] = (),
 ) -> int:
     """Run a node until it is stopped or cannot continue; return its exit code.
 
@@ -57,13 +55,12 @@ def run(
         configuration: returns the configuration for the next process as JSON. Called before each
             start, because a manifest may have changed it.
         commands: process name → module.
-        rest_when: `node.rest_when`.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node is running in it.
         SwarmNodeError: there is no valid configuration at the start.
     """
-    supervisor = Supervisor(data_dir, configuration, commands, rest_when)
+    supervisor = Supervisor(data_dir, configuration, commands)
     exit_code = trio.run(supervisor.run)
     if supervisor.failure:
         print(f"swarmnode: {supervisor.failure}", file=sys.stderr, flush=True)
@@ -95,7 +92,6 @@ class Supervisor:
         data_dir: Path,
         configuration: Callable[[], str],
         commands: Mapping[str, str] = COMMANDS,
-        rest_when: Collection[str] = (),
     ) -> None:
         self._data_dir = data_dir
         self._configuration = configuration
@@ -109,9 +105,7 @@ class Supervisor:
         self.failure = ""
         """Reason for which the node stopped, in one line; empty while it runs."""
         self._written = False
-        self._control = Control(
-            data_dir, rest_when, Machine(), self.finish, trains="trainer" in commands
-        )
+        self._control = Control(data_dir, self.finish, trains="trainer" in commands)
 
     def finish(self) -> None:
         """Stop after the current step, however long it takes."""

@@ -98,8 +98,6 @@ REASON_TEXTS = {
 PAUSE_TEXTS = {
     "quiet_hours": "quiet hours{until}: no training and no sharing",
     "owner": "paused by its owner: `swarmnode resume` continues",
-    "battery": "training is paused: the machine runs on battery power",
-    "busy": "training is paused: other programs use the machine",
 }
 """Reasons to pause as text."""
 

@@ -678,8 +678,7 @@ BUDGET = (
         "swarmnode_budget_paused",
         "gauge",
         "budget.paused",
-        "1 while this reason stops the node from fetching groups. `owner`: `swarmnode pause`."
-        " `busy`: other programs.",
+        "1 while this reason stops the node from fetching groups. `owner`: `swarmnode pause`.",
         ("reason",),
     ),
     Metric(

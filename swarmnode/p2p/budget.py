@@ -16,13 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import trio
 
-from swarmnode import pauses
 from swarmnode.config import NetworkConfig
 from swarmnode.files import write_atomically
 from swarmnode.pauses import is_quiet
@@ -39,12 +38,12 @@ at most."""
 UPLOADS = ("publish", "serve", "relay")
 CHOICES = (*UPLOADS, "fetch")
 """Optional transfers, which are made only within the budget."""
-PAUSES = ("quiet_hours", "month", *pauses.REASONS, "download")
+PAUSES = ("quiet_hours", "month", "owner", "download")
 """Reasons for not fetching. `download` means that the download bucket is in debt. All other reasons
 also stop serving groups; the first two stop every transfer of CHOICES."""
 ALLOWED_WHILE_PAUSED = ("serve", "relay")
-"""Transfers that continue while the trainer is paused by `pauses.REASONS`: serving weights and
-relaying. Fetched groups would be stale after the pause, and there are no new groups to publish."""
+"""Transfers that continue while the operator has paused the node: serving weights and relaying.
+Fetched groups would be stale after the pause, and there are no new groups to publish."""
 SAVE_SECONDS = 60.0
 READ_SECONDS = 0.2
 """Minimum interval between reads of the meter, because it is queried for every message."""
@@ -92,7 +91,7 @@ class Meter:
         data_dir: holds the monthly total.
         traffic: returns the bytes by protocol since the process started.
         clock: Unix time in seconds.
-        pause_reasons: as in `Budget`.
+        is_paused: as in `Budget`.
     """
 
     def __init__(
@@ -102,13 +101,13 @@ class Meter:
         data_dir: Path,
         traffic: Callable[[], TrafficStatistics],
         clock: Callable[[], float] = time.time,
-        pause_reasons: Callable[[], Collection[str]] = tuple,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = data_dir / BUDGET_FILE
         self._traffic = traffic
         self._clock = clock
         self._budget = Budget(
-            cfg, quiet_hours, clock(), month=load_month(self._path), pause_reasons=pause_reasons
+            cfg, quiet_hours, clock(), month=load_month(self._path), is_paused=is_paused
         )
         self._saved: Month | None = None
         self._read_at = float("-inf")
@@ -176,7 +175,7 @@ class Budget:
         now: Unix time in seconds, here and in every method.
         month: the saved total, so that a restart forgets nothing.
         local: converts Unix time to local calendar time.
-        pause_reasons: returns the reasons of `pauses.REASONS` that hold now.
+        is_paused: returns True while the operator has paused the node.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Budget:
         *,
         month: Month | None = None,
         local: Callable[[float], time.struct_time] = time.localtime,
-        pause_reasons: Callable[[], Collection[str]] = tuple,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._upload = (
             TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
@@ -200,7 +199,7 @@ class Budget:
         self._limit = cfg.monthly_bytes
         self._quiet_hours = quiet_hours
         self._local = local
-        self._pause_reasons = pause_reasons
+        self._is_paused = is_paused
         self._sent = self._received = 0
         self._refused: Counter[str] = Counter()
         saved = month or Month()
@@ -233,13 +232,13 @@ class Budget:
     def has_room(self, choice: str, now: float) -> bool:
         """Like `allows`, for a caller that will wait: a refusal is not counted."""
         bucket = self._upload if choice in UPLOADS else self._download
-        rests = choice not in ALLOWED_WHILE_PAUSED and bool(self._pause_reasons())
+        rests = choice not in ALLOWED_WHILE_PAUSED and self._is_paused()
         return not rests and not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
     def statistics(self, now: float) -> BudgetStatistics:
         found = (
             *self._pauses(now),
-            *self._pause_reasons(),
+            *(("owner",) if self._is_paused() else ()),
             *(("download",) if self._download and self._download.level(now) < 0 else ()),
         )
         buckets = {"in": self._download, "out": self._upload}

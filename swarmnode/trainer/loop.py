@@ -26,7 +26,7 @@ from swarmnode.drops import TrainerDrops
 from swarmnode.errors import EngineGone, RestartWanted
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello, Welcome
-from swarmnode.pauses import PauseFlags, is_quiet
+from swarmnode.pauses import PauseFlag, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.trial import try_loaded
@@ -224,7 +224,7 @@ class Loop:
         self._next_line = float("-inf")
         self._records = Records(config.node.data_dir)
         self._pauses = Pauses(
-            config.node.quiet_hours, PauseFlags(config.node.data_dir), training.step_interval, stop
+            config.node.quiet_hours, PauseFlag(config.node.data_dir), training.step_interval, stop
         )
 
     def run(self) -> None:
@@ -567,7 +567,7 @@ class Pauses:
 
     Args:
         quiet_hours: Hours without training, see `node.quiet_hours`.
-        flags: Returns the present reasons to pause, of `pauses.REASONS`.
+        is_paused: Returns True while the operator has paused the node.
         step_interval: Least time between the starts of two steps, in seconds.
         stop: Event that ends every wait.
     """
@@ -575,20 +575,20 @@ class Pauses:
     def __init__(
         self,
         quiet_hours: str,
-        flags: Callable[[], Sequence[str]],
+        is_paused: Callable[[], bool],
         step_interval: float,
         stop: threading.Event,
     ) -> None:
         self.stop = stop
         self._quiet_hours = quiet_hours
-        self._flags = flags
+        self._is_paused = is_paused
         self._step_interval = step_interval
 
     def reasons(self) -> Sequence[str]:
         """Return the present reasons to pause; none if the trainer may continue."""
         now = time.localtime()
         quiet = is_quiet(self._quiet_hours, now.tm_hour * 60 + now.tm_min)
-        return [*(["quiet_hours"] if quiet else []), *self._flags()]
+        return [*(["quiet_hours"] if quiet else []), *(["owner"] if self._is_paused() else [])]
 
     def rest(self, reasons: Sequence[str], reporter: Reporter) -> None:
         """Wait REST_SECONDS. The model stays loaded."""

@@ -390,7 +390,7 @@ function doing(s) {
   return (s.trainer.report || {}).activity || (s.trainer.report || {}).phase || "";
 }
 
-const PAUSES = ["owner", "battery", "busy", "quiet_hours"]; // reasons to stop training
+const PAUSES = ["owner", "quiet_hours"]; // reasons to stop training
 
 function head(answer) {
   const s = answer.snapshot, report = s.trainer.report || {};

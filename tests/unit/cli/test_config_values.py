@@ -43,7 +43,6 @@ BAD = [
     'node.name="\\u001b[2J"',
     "swarm.invite=/ip4/203.0.113.5/tcp/9512",
     "node.quiet_hours=25:00-07:00",
-    'node.rest_when=["idle"]',
     "http.host=[::1]",
     "http.host=127.0.0.256",
     "http.host=",

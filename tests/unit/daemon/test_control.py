@@ -1,4 +1,4 @@
-"""The commands pause, resume and finish, and pauses by rule."""
+"""The commands pause, resume and finish."""
 
 import json
 import os
@@ -13,19 +13,8 @@ import trio
 from swarmnode import cli, pauses
 from swarmnode.daemon import control
 from swarmnode.daemon.control import SOCKET, Control
-from swarmnode.daemon.machine import CALM_SECONDS, LoadAverage, Machine, update_load
 from swarmnode.files import lock_data_dir, make_data_dir
 from tests.support.waiting import until
-
-
-class FakeMachine(Machine):
-    battery, load = False, 0.0
-
-    def on_battery(self):
-        return self.battery
-
-    def load_of_others(self, now):
-        return self.load
 
 
 def listens(path):
@@ -40,15 +29,13 @@ def listens(path):
 
 
 @asynccontextmanager
-async def controlled(data_dir, machine=None, rest_when=(), trains=True):
+async def controlled(data_dir, trains=True):
     make_data_dir(data_dir)
     lock = lock_data_dir(data_dir)
     finished = trio.Event()
     try:
         async with trio.open_nursery() as nursery:
-            served = Control(
-                data_dir, rest_when, machine or FakeMachine(), finished.set, trains=trains
-            )
+            served = Control(data_dir, finished.set, trains=trains)
             nursery.start_soon(served.run)
             await until(lambda: listens(data_dir / SOCKET))
             yield finished
@@ -65,7 +52,7 @@ async def run_command(*arguments):
 async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
     async with controlled(tmp_path):
         assert await run_command("pause", "-d", tmp_path) == 0
-        assert pauses.read(tmp_path).keys() == {"owner"}
+        assert pauses.read(tmp_path) is not None
         assert (
             last_line(capsys)
             == "the node pauses after the current step; `swarmnode resume` continues training"
@@ -75,19 +62,12 @@ async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
         assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
         assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     async with controlled(tmp_path):  # the node was started again
-        assert pauses.read(tmp_path).keys() == {"owner"}
+        assert pauses.read(tmp_path) is not None
         assert await run_command("resume", "-d", tmp_path, "--json") == 0
-        assert json.loads(last_line(capsys)) == {"changed": True, "paused": {}}
-        assert pauses.read(tmp_path) == {}
+        assert json.loads(last_line(capsys)) == {"changed": True, "paused_since": None}
+        assert pauses.read(tmp_path) is None
         assert await run_command("resume", "-d", tmp_path) == 0
         assert last_line(capsys) == "the node was not paused"
-
-
-async def test_a_rest_on_battery_ends_with_its_rule(tmp_path):
-    make_data_dir(tmp_path)
-    pauses.write(tmp_path, {"owner": 1.0, "battery": 2.0})
-    async with controlled(tmp_path, rest_when=()):
-        assert pauses.read(tmp_path).keys() == {"owner"}
 
 
 async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
@@ -145,7 +125,7 @@ async def test_a_bootstrap_node_has_nothing_to_pause(tmp_path, capsys):
     async with controlled(tmp_path, trains=False):
         assert await run_command("pause", "-d", tmp_path) == 69
     assert "has no trainer, so there is nothing to pause" in capsys.readouterr().err
-    assert pauses.read(tmp_path) == {}
+    assert pauses.read(tmp_path) is None
 
 
 @pytest.mark.parametrize("sent", [b"", b"\n", b"{}\n", b'{"command":"explode"}\n', b"\xff" * 5000])
@@ -174,54 +154,9 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
-async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
-    machine = FakeMachine()
-    machine.battery = True
-    async with controlled(tmp_path, machine, ["battery"]):
-        await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
-        machine.battery = False
-        await until(lambda: pauses.read(tmp_path) == {})
-
-
-async def test_resume_reports_remaining_reasons(tmp_path, capsys):
-    machine = FakeMachine()
-    machine.battery = True
-    async with controlled(tmp_path, machine, ["battery"]):
-        await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
-        await run_command("pause", "-d", tmp_path)
-        capsys.readouterr()
-        assert await run_command("resume", "-d", tmp_path) == 0
-    assert (
-        last_line(capsys)
-        == "your pause is lifted, but training stays paused: the machine runs on battery"
-    )
-
-
 def last_line(capsys):
     """Return the last printed line, which follows the log of the node in this process."""
     return capsys.readouterr().out.splitlines()[-1]
-
-
-def loads(shares):
-    """Return the pause states, measured every five seconds."""
-    load, found = LoadAverage(), []
-    for number, share in enumerate(shares):
-        load = update_load(load, share, 5.0 * number)
-        found.append(load)
-    return found
-
-
-def test_busy_machine_pauses_for_five_minutes():
-    states = loads([0.0] + [0.6] * 12 + [0.0] * 100)
-    busy = [5.0 * i < state.busy_until for i, state in enumerate(states)]
-    first, last = busy.index(True), len(busy) - 1 - busy[::-1].index(True)
-    assert 20 < 5 * first < 60
-    assert all(busy[first:last])
-    assert CALM_SECONDS < 5 * (last - 12) < CALM_SECONDS + 120
-
-
-def test_short_load_does_not_pause():
-    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
 @pytest.mark.parametrize(
@@ -229,4 +164,4 @@ def test_short_load_does_not_pause():
 )
 def test_invalid_pause_file_pauses_nothing(tmp_path, text):
     (tmp_path / pauses.FILE).write_text(text)
-    assert pauses.read(tmp_path) == {}
+    assert pauses.read(tmp_path) is None

@@ -74,7 +74,7 @@ def test_download_debt_stops_only_fetching():
 
 
 def test_paused_node_serves_weights_and_relays_only():
-    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, pause_reasons=lambda: ["owner"])
+    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, is_paused=lambda: True)
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["serve", "relay"]
     assert paused(b, NOON) == ["owner"]
 
