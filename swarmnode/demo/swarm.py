@@ -5,14 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.verdict import Finding
@@ -21,7 +15,7 @@ START_SECONDS = 120.0
 RETURN_SECONDS = 60.0
 """Longest extension of a demo to see a killed node or stage return."""
 LINE_INTERVAL = 10.0
-"""Seconds between lines, if the output is not a terminal."""
+"""Seconds between lines."""
 
 
 @dataclass(frozen=True)
@@ -68,39 +62,35 @@ class DemoSwarm:
         self._crashed: list[str] = []
         self._started = time.monotonic()
 
-    def start(self, console: Console) -> None:
+    def start(self) -> None:
         """Start the first node, wait until it listens, and start the other nodes, which join
         through it."""
         self.nodes[0].start([])
         self._first = self.nodes[0].wait_for_address(time.monotonic() + START_SECONDS)
         for node in self.nodes[1:]:
             node.start(self._first)
-        console.print(
+        print(
             f"started {len(self.nodes)} nodes; status page of the first: {self.nodes[0].url}/",
-            soft_wrap=True,
+            flush=True,
         )
 
-    def watch(self, console: Console, stop: threading.Event) -> None:
+    def watch(self, stop: threading.Event) -> None:
         """Show the nodes until the demo is over, a node ends, or `stop` is set."""
         printed = 0.0
-        live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
-        with live or nullcontext():
-            while not stop.wait(self.poll_interval):
-                for node in self.all_nodes:
-                    node.poll()
-                now = time.monotonic() - self._started
-                if not all(node.alive() for node in self.all_nodes):
-                    return
-                self.update(now)
-                for text in self.news():
-                    console.print(Text(text), soft_wrap=not console.is_terminal)
-                if live is not None:
-                    live.update(self.table(now, console.width))
-                elif now - printed >= LINE_INTERVAL:
-                    printed = now
-                    console.print(self.line(now), soft_wrap=True)
-                if self.is_over(now):
-                    return
+        while not stop.wait(self.poll_interval):
+            for node in self.all_nodes:
+                node.poll()
+            now = time.monotonic() - self._started
+            if not all(node.alive() for node in self.all_nodes):
+                return
+            self.update(now)
+            for text in self.news():
+                print(text, flush=True)
+            if now - printed >= LINE_INTERVAL:
+                printed = now
+                print(f"{now:4.0f} s  {self.line()}", flush=True)
+            if self.is_over(now):
+                return
 
     def end(self) -> None:
         """Poll all nodes once more, record those that have ended, and stop the others."""
@@ -125,18 +115,14 @@ class DemoSwarm:
         raise NotImplementedError
 
     def news(self) -> Sequence[str]:
-        """Return texts to print once, above the table."""
+        """Return texts to print once."""
         return ()
 
     def is_over(self, now: float) -> bool:
         raise NotImplementedError
 
-    def table(self, now: float, width: int) -> Table:
-        """Return the table for a terminal."""
-        raise NotImplementedError
-
-    def line(self, now: float) -> str:
-        """Return the same facts as one line."""
+    def line(self) -> str:
+        """Return the status of the nodes as one line."""
         raise NotImplementedError
 
     def findings(self) -> list[Finding]:
