@@ -210,8 +210,8 @@ NODE: dict[str, list[Panel]] = {
             width=6,
         ),
         p(
-            "Engine failures per hour",
-            (f"increase(swarmnode_engine_failures_total{{{I}}}[1h])", "{{engine}}: {{reason}}"),
+            "Failures of the inference server per hour",
+            (f"increase(swarmnode_server_failures_total{{{I}}}[1h])", "{{reason}}"),
             width=6,
         ),
         p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),

@@ -148,8 +148,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     cards: list[CardUse] = []
     memory_bytes: int = 0
     oom_retries_total: int = 0
-    engine_failures: int = 0
-    """Number of times that the sampling engine failed since the process started."""
     engine: str = ""
     """The sampling engine: lockstep, continuous or served; empty before the first sample."""
     server: ServerStatistics | None = None

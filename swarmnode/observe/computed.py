@@ -95,14 +95,11 @@ def dropped(s: NodeSnapshot) -> dict[Labels, Number]:
     return dict(found)
 
 
-def engine_failures(s: NodeSnapshot) -> dict[Labels, Number]:
+def server_failures(s: NodeSnapshot) -> dict[Labels, Number]:
     report = s.trainer.report
-    if report is None:
+    if report is None or report.server is None:
         return {}
-    found: dict[Labels, Number] = {("own", "failed"): report.engine_failures}
-    if report.server is not None:
-        found |= {("server", reason): count for reason, count in report.server.failures.items()}
-    return found
+    return {(reason,): count for reason, count in report.server.failures.items()}
 
 
 def server_sampling(s: NodeSnapshot) -> Number:

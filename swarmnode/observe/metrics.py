@@ -304,12 +304,11 @@ TRAINING = (
         " normal.",
     ),
     Metric(
-        "swarmnode_engine_failures_total",
+        "swarmnode_server_failures_total",
         "counter",
-        computed.engine_failures,
-        "Failures of sampling engines. `own`: `continuous` failed. `server`: the node's own engine"
-        " took over from the inference server.",
-        ("engine", "reason"),
+        computed.server_failures,
+        "Failures of the inference server, after which the node's own engine took over.",
+        ("reason",),
         when=trainer_reports,
     ),
     Metric(

@@ -23,7 +23,7 @@ from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.engine.selector import EngineSelector, answered, select_engine
+from swarmnode.policy.engine.selector import OwnEngine, answered, select_engine
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.vllm import ServerStatistics, VllmServer
@@ -73,8 +73,6 @@ class EngineStatistics:
     """Present bound of the tokens of concurrent completions in generation."""
     oom_retries: int
     """Number of times that a micro-batch ran out of memory and was retried."""
-    engine_failures: int = 0
-    """Number of times that the continuous engine failed and lockstep took over: 0 or 1."""
     engine: str = ""
     """Sampling engine: lockstep, continuous or served."""
     server: ServerStatistics | None = None
@@ -389,7 +387,7 @@ class WholePolicy:
         self._probe = probe
         self._owner = owner
         self._options = options
-        self._generation: EngineSelector | ServerFirst | None = None
+        self._generation: OwnEngine | ServerFirst | None = None
 
     @property
     def text(self) -> PolicyText:
@@ -403,8 +401,7 @@ class WholePolicy:
         )
         first = self._generation if isinstance(self._generation, ServerFirst) else None
         own = self._own()
-        failures = own.failures if own is not None else 0
-        kind = own.choice.kind if own is not None else ""
+        kind = own.kind if own is not None else ""
         return EngineStatistics(
             policy.device,
             policy.dtype,
@@ -412,13 +409,12 @@ class WholePolicy:
             training.tokens,
             generation.tokens,
             retries,
-            failures,
             first.kind() if first is not None else kind,
             first.server() if first is not None else None,
             card_uses(self._policy),
         )
 
-    def _own(self) -> EngineSelector | None:
+    def _own(self) -> OwnEngine | None:
         """The own engine; None until it is first needed."""
         if isinstance(self._generation, ServerFirst):
             return self._generation.own
@@ -432,10 +428,10 @@ class WholePolicy:
     ) -> list[GroupSample]:
         batcher, own = self._memory.generation, self._own()
         if isinstance(self._generation, ServerFirst):
-            groups = self._generation.answered(prompts, sampling, rng)
+            groups = self._generation.answered(prompts, sampling)
             if groups is not None:
                 return groups
-        if own is not None and own.choice.kind == "continuous":
+        if own is not None and own.kind == "continuous":
             return answered(Continuous(self._policy, batcher, sampling, rng), prompts)
         return batcher.generate(self._policy, prompts, sampling, rng)
 
@@ -453,7 +449,7 @@ class WholePolicy:
         self._generation = ServerFirst(
             server,
             lambda: ServedWeights(server, policy, self._served, alive),
-            lambda weights, how, draws: Served(server, weights, policy, how, alive, draws),
+            lambda weights, how: Served(server, weights, policy, how, alive),
             sampling,
             own,
         )

@@ -30,7 +30,7 @@ from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
 from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
-from swarmnode.policy.engine.selector import EngineSelector, select_engine
+from swarmnode.policy.engine.selector import OwnEngine, select_engine
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
@@ -111,7 +111,7 @@ class OtherRank:
         memory, updater = make_updater(config, self._policy, self._alive, setup.count)
         self._memory: Memory = memory
         self._updater: Updater = updater
-        self._engine: EngineSelector | None = None
+        self._engine: OwnEngine | None = None
         self._seconds = 0.0
 
     def run(self) -> None:

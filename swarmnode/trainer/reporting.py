@@ -85,7 +85,6 @@ class Reporter:
             oom_retries_total=counters.oom_retries_total,
             micro_batch_tokens=statistics.micro_batch_tokens,
             generation_tokens=statistics.generation_tokens,
-            engine_failures=statistics.engine_failures,
             engine=statistics.engine,
             server=statistics.server,
             scorer_restarts_total=max(0, scorer.starts - 1),

@@ -109,7 +109,6 @@ def example_at(t: float) -> NodeSnapshot:
         episodes_total=steps * 16,
         episode_turns=5.5,
         environment_share=0.12,
-        engine_failures=0,
         engine="served",
         own_gap=0.004,
         server=ServerStatistics(

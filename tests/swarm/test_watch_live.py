@@ -55,6 +55,7 @@ EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "only while sharing is paused",
     "swarmnode_environment_share": "only with tasks of several turns",
+    "swarmnode_server_failures_total": "only with an inference server",
     "swarmnode_server_sampling": "only with an inference server",
     "swarmnode_rollouts_false_listings_total": "no peer lies",
     "swarmnode_state_due_timestamp_seconds": "no save is due",

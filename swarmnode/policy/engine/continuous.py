@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -85,6 +85,8 @@ class Continuous:
         batcher: Bounds active rows × longest possible length, and lowers the bound when memory runs
             out.
     """
+
+    kind: Final = "continuous"
 
     def __init__(
         self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator

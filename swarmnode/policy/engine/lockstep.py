@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample
@@ -21,6 +22,8 @@ class Lockstep:
             default number.
         check: Raises an error for a prompt that cannot be answered.
     """
+
+    kind: Final = "lockstep"
 
     def __init__(
         self, generate: Generate, check: Callable[[Prompt], object] = lambda prompt: None

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
-import torch
 
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.protocol import (
@@ -32,7 +31,7 @@ from swarmnode.policy.engine.protocol import (
     GenerationStatistics,
     Request,
 )
-from swarmnode.policy.engine.selector import EngineSelector
+from swarmnode.policy.engine.selector import OwnEngine
 from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
 from swarmnode.policy.engine.vllm import Completion, Question, ServerStatistics, VllmServer
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
@@ -73,8 +72,7 @@ class ServerFirst:
 
     Args:
         connect: Connects to the server and loads the current weights. Raises ServerFailed.
-        engine: Makes an engine from a connection and a sampling configuration; the generator seeds
-            its requests.
+        engine: Makes an engine from a connection and a sampling configuration.
         own: Builds the own engine when the server is first unavailable.
     """
 
@@ -82,16 +80,16 @@ class ServerFirst:
         self,
         server: VllmServer,
         connect: Callable[[], ServedWeights],
-        engine: Callable[[ServedWeights, Sampling, torch.Generator | None], Served],
+        engine: Callable[[ServedWeights, Sampling], Served],
         sampling: Sampling,
-        own: Callable[[], EngineSelector],
+        own: Callable[[], OwnEngine],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._connect, self._make = server, connect, engine
         self._sampling, self._build_own, self._clock = sampling, own, clock
         self._weights: ServedWeights | None = None
         self._served: Served | None = None
-        self.own: EngineSelector | None = None
+        self.own: OwnEngine | None = None
         """The own engine; None until it is first needed."""
         self._requests: dict[int, Request] = {}
         """Submitted requests that are not finished."""
@@ -150,7 +148,7 @@ class ServerFirst:
     # ---- additional methods ----------------------------------------------------------------------
 
     def answered(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling
     ) -> list[GroupSample] | None:
         """Return a group of completions for each prompt, without disturbing requests in progress.
 
@@ -159,7 +157,7 @@ class ServerFirst:
         self._try_server()
         if self._weights is None:
             return None
-        engine = self._make(self._weights, sampling, rng)
+        engine = self._make(self._weights, sampling)
         try:
             for number, prompt in enumerate(prompts):
                 engine.submit(Request(number, prompt))
@@ -177,7 +175,7 @@ class ServerFirst:
         """Return the name of the engine that samples now."""
         if self._served is not None:
             return "served"
-        return self.own.choice.kind if self.own is not None else ""
+        return self.own.kind if self.own is not None else ""
 
     def server(self) -> ServerStatistics:
         weights = self._weights
@@ -190,7 +188,7 @@ class ServerFirst:
     def _present(self) -> Generation | None:
         return self._served if self._served is not None else self.own
 
-    def _own_engine(self) -> EngineSelector:
+    def _own_engine(self) -> OwnEngine:
         if self.own is None:
             self.own = self._build_own()
         return self.own
@@ -204,7 +202,7 @@ class ServerFirst:
             return
         try:
             weights = self._connect()
-            served = self._make(weights, self._sampling, None)
+            served = self._make(weights, self._sampling)
             for request in self._requests.values():
                 served.submit(request)
         except ServerFailed as error:
@@ -276,16 +274,10 @@ class Served:
         policy: Policy,
         sampling: Sampling,
         alive: Callable[[], None],
-        rng: torch.Generator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            rng: Draws a seed for each request. Without it the server uses its own random numbers,
-                which is faster.
-        """
         self._server, self._weights, self._policy = server, weights, policy
-        self._sampling, self._alive, self._rng, self._clock = sampling, alive, rng, clock
+        self._sampling, self._alive, self._clock = sampling, alive, clock
         self._unused = unused_ids(policy)
         self._asked: dict[int, PendingRequest] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
@@ -320,10 +312,6 @@ class Served:
             worker.start()
 
     def _question(self, asked: PendingRequest) -> Question:
-        seed = None
-        if self._rng is not None:
-            draw = torch.randint(2**31, (1,), generator=self._rng, device=self._rng.device)
-            seed = int(draw)
         sampling = self._sampling
         return Question(
             asked.prompt_ids,
@@ -332,7 +320,6 @@ class Served:
             sampling.temperature,
             sorted(self._policy.eos_ids),
             self._unused,
-            seed,
         )
 
     def _work(self) -> None:

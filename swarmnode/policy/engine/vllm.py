@@ -50,7 +50,6 @@ class Question:
     unused_ids: Sequence[int] = ()
     """Rows of the model's output head that correspond to no token; the server must not sample
     them."""
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -222,8 +221,6 @@ class VllmServer:
         }
         if question.unused_ids:
             params["logit_bias"] = {str(each): UNUSED_BIAS for each in question.unused_ids}
-        if question.seed is not None:
-            params["seed"] = question.seed
         answer = self.client.call(
             "/inference/v1/generate",
             {

@@ -66,10 +66,6 @@ def vllm_command(config: Config, cards: Path = NVIDIA_CARDS) -> VllmCommand:
             )
         made.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         made.arguments += ["--enable-lora", "--max-lora-rank", str(rank)]
-    if not here:
-        # Evaluations have seeds. vLLM 0.32 on a CPU dies when it prefills a prompt with a seed in
-        # parts: it then rewinds the request's generator, which torch supports only on a GPU.
-        made.arguments.append("--no-enable-chunked-prefill")
     made.arguments += ["--host", host, "--port", str(port)]
     on_this_machine = host in ("localhost", "::1") or host.startswith("127.")
     if on_this_machine and here == 1:

@@ -249,8 +249,6 @@ class StandIn:
         rows, temperature = params["n"], params["temperature"]
         ends, bias = params["stop_token_ids"], params.get("logit_bias") or {}
         draws = self._random
-        if (seed := params.get("seed")) is not None:
-            draws = torch.Generator().manual_seed(seed)
         ids: list[list[int]] = [[] for _ in range(rows)]
         scores: list[list[float]] = [[] for _ in range(rows)]
         versions: list[list[str]] = [[] for _ in range(rows)]

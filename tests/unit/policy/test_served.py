@@ -106,9 +106,9 @@ def connected(url, policy, directory):
     return server, ServedWeights(server, policy, directory, lambda: None)
 
 
-def engine_of(url, policy, directory, sampling, rng=None, clock=None):
+def engine_of(url, policy, directory, sampling, clock=None):
     server, weights = connected(url, policy, directory)
-    return Served(server, weights, policy, sampling, lambda: None, rng, clock or Clock())
+    return Served(server, weights, policy, sampling, lambda: None, clock or Clock())
 
 
 def submitted(engine, prompts=PROMPTS):
@@ -212,24 +212,11 @@ def test_an_id_without_a_token_is_never_sampled(place, tmp_path):
     engine.close()
 
 
-def test_a_seed_makes_an_evaluation_repeatable(place, tmp_path):
-    policy = place.policies[0].clone()
-    server, weights = connected(place.url, policy, tmp_path)
-    found = []
-    for _ in range(2):
-        rng = policy.random_generator(5)
-        engine = Served(server, weights, policy, Sampling(2, 24), lambda: None, rng, Clock())
-        found.append([[c.ids for c in s.completions] for s in drained(submitted(engine), None)])
-        engine.close()
-    assert found[0] == found[1]
-
-
 def test_an_evaluation_of_64_prompts_is_sampled(place, tmp_path):
     """Together they exceed the 2,048 tokens that vLLM prefills at a time by default."""
     policy = place.policies[0].clone()
     prompts = [f"What is {number} + {number}? " * 6 for number in range(64)]
-    rng = policy.random_generator(5)
-    engine = engine_of(place.url, policy, tmp_path, Sampling(1, 8), rng)
+    engine = engine_of(place.url, policy, tmp_path, Sampling(1, 8))
     samples = drained(submitted(engine, prompts), None)
     assert sum(len(sample.prompt_ids) for sample in samples) > 2048
     assert len(samples) == len(prompts)
@@ -268,7 +255,7 @@ def server_first(stand_in, policy, directory):
     engine = ServerFirst(
         server,
         lambda: ServedWeights(server, policy, directory, lambda: None),
-        lambda weights, how, rng: Served(server, weights, policy, how, lambda: None, rng, clock),
+        lambda weights, how: Served(server, weights, policy, how, lambda: None, clock),
         sampling,
         lambda: select_engine(
             policy, MicroBatcher(4096), ["lockstep"], sampling, policy.random_generator(0)

@@ -71,11 +71,6 @@ def test_a_server_beside_the_trainer_leaves_it_room(model, cards):
     assert "--set policy.devices=cuda:0,cuda:1" in several.notes[0]
 
 
-def test_a_cpu_fills_each_prompt_in_one_part(model, cards):
-    assert "--no-enable-chunked-prefill" in made(cards(0), model=model).arguments
-    assert "--no-enable-chunked-prefill" not in made(cards(1), model=model).arguments
-
-
 def test_rank_that_vllm_does_not_support_is_refused(model, cards):
     with pytest.raises(ConfigError, match="rank 512"):
         made(cards(0), model=model, lora={"r": 600})

@@ -59,7 +59,6 @@ def steps(cfg, policy, option, external=()):
             done += generation.finished(step)
         own = [own_group(one.sample, [1.0, 0.0, 0.0, 1.0]) for one in done]
         results.append(engine.update(assemble([*own, *external], "grpo")))
-    assert engine._generation.failures == 0
     return results
 
 
