@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError
 
 from swarmnode import __version__
 from swarmnode.cli.config import config_app
-from swarmnode.cli.control import finish, pause, resume
+from swarmnode.cli.control import pause, resume
 from swarmnode.cli.demo import demo
 from swarmnode.cli.evaluate import evaluate
 from swarmnode.cli.key import key_app
@@ -50,7 +50,6 @@ app.command(init)
 app.command(bootstrap_node, name="bootstrap")
 app.command(pause)
 app.command(resume)
-app.command(finish)
 app.command(doctor)
 app.command(plan)
 app.command(vllm_command)

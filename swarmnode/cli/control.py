@@ -3,7 +3,6 @@ control a node."""
 
 from __future__ import annotations
 
-import sys
 import time
 
 from swarmnode.cli.options import NODE, AsJson, NodeOptions, load_data_dir, print_result
@@ -13,8 +12,8 @@ def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Pause training after the current step, until `swarmnode resume`. The node stays connected and
     sends its weights to peers, but serves no groups.
 
-    The pause outlasts restarts of the node. The model stays loaded; `swarmnode finish` frees the
-    memory."""
+    The pause outlasts restarts of the node. The model stays loaded; only the end of the
+    node frees the memory."""
     from swarmnode.daemon import control
 
     answer = control.send_command(load_data_dir(node), "pause")
@@ -35,17 +34,3 @@ def resume(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     return print_result(
         {"changed": answer.changed, "paused_since": answer.paused_since}, text, json
     )
-
-
-def finish(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Stop a running node after its current step, and save its state. Wait until the node has
-    stopped; Ctrl-C ends only the waiting."""
-    data_dir = load_data_dir(node)
-    from swarmnode.daemon import control
-
-    control.send_command(
-        data_dir,
-        "finish",
-        lambda: print("waiting for the current step, which is the last one", file=sys.stderr),
-    )
-    return print_result({"finished": True}, "the node has stopped", json)

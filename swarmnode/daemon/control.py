@@ -1,4 +1,4 @@
-r"""`swarmnode pause`, `resume` and `finish`: the control socket of a running node.
+r"""`swarmnode pause` and `resume`: the control socket of a running node.
 
     client   {"command": "pause"}\n ─▶ <data_dir>/run/control (mode 0600, directory 0700)
              ◀─ {"changed": true, …}\n
@@ -10,11 +10,9 @@ and the HTTP server cannot change anything.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +35,7 @@ ANSWER_TIMEOUT_SECONDS = 60.0
 gigabytes of a trainer state."""
 MESSAGE_BYTES = 4096
 
-Command = Literal["pause", "resume", "finish"]
+Command = Literal["pause", "resume"]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -58,19 +56,16 @@ class Control:
 
     Args:
         data_dir: data directory of the node.
-        finish: ends the node after the current step.
         trains: False for a node without a trainer, which cannot pause.
     """
 
     def __init__(
         self,
         data_dir: Path,
-        finish: Callable[[], None],
         *,
         trains: bool,
     ) -> None:
         self._data_dir = data_dir
-        self._finish = finish
         self._trains = trains
         self._since = pauses.read(data_dir) if trains else None
 
@@ -88,7 +83,7 @@ class Control:
             with unix_listener(self._data_dir / SOCKET, 4, "control socket") as listener:
                 await self._accept(trio.socket.from_stdlib_socket(listener))
         except (OSError, Unavailable) as error:
-            log.error("no control socket: pause, resume and finish do not work", error=str(error))
+            log.error("no control socket: pause and resume do not work", error=str(error))
 
     def _write_pause(self) -> str:
         """Write the pause for the other processes. Returns the error; empty on success."""
@@ -102,22 +97,17 @@ class Control:
     # ---- commands --------------------------------------------------------------------------------
 
     async def _accept(self, listener: trio.socket.SocketType) -> None:
-        async with trio.open_nursery() as waiting_clients:
-            while True:
-                try:
-                    connection, _ = await listener.accept()
-                except OSError as error:  # for example, no file descriptor is left
-                    log.error("cannot accept control connections", error=str(error))
-                    await trio.sleep(1.0)
-                    continue
-                await self._handle_connection(trio.SocketStream(connection), waiting_clients)
+        while True:
+            try:
+                connection, _ = await listener.accept()
+            except OSError as error:  # for example, no file descriptor is left
+                log.error("cannot accept control connections", error=str(error))
+                await trio.sleep(1.0)
+                continue
+            await self._handle_connection(trio.SocketStream(connection))
 
-    async def _handle_connection(
-        self, stream: trio.SocketStream, waiting_clients: trio.Nursery
-    ) -> None:
-        """Handle one request. The stream is then closed, or after `finish` kept open until the node
-        ends."""
-        request = None
+    async def _handle_connection(self, stream: trio.SocketStream) -> None:
+        """Handle one request, and close the stream."""
         with trio.move_on_after(REQUEST_TIMEOUT_SECONDS):
             try:
                 data = b""
@@ -128,30 +118,17 @@ class Control:
                 ):
                     data += more
                 try:
-                    request = msgspec.json.decode(data, type=Request)
-                    answer = self._execute(request.command)
+                    answer = self._execute(msgspec.json.decode(data, type=Request).command)
                 except msgspec.MsgspecError as error:
                     answer = Answer(error=f"not a request: {error}")
                 await stream.send_all(msgspec.json.encode(answer) + b"\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # the command was executed nevertheless
-        if request is not None and request.command == "finish":
-            waiting_clients.start_soon(_hold_open, stream)
-        else:
-            await trio.aclose_forcefully(stream)
+        await trio.aclose_forcefully(stream)
 
     def _execute(self, command: Command) -> Answer:
-        if command == "finish":
-            log.info("finishing after the current step")
-            self._finish()
-            return Answer(True, self._since)
         if not self._trains:
-            return Answer(
-                error=(
-                    "this node has no trainer, so there is nothing to pause; `swarmnode finish`"
-                    " ends it"
-                )
-            )
+            return Answer(error="this node has no trainer, so there is nothing to pause")
         before = self._since
         changed = (before is None) == (command == "pause")
         if not changed:
@@ -164,20 +141,8 @@ class Control:
         return Answer(True, self._since)
 
 
-async def _hold_open(stream: trio.SocketStream) -> None:
-    """Hold the stream of a client that waits for the end of the node, which it sees as the end of
-    the stream."""
-    async with stream:
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            while await stream.receive_some(MESSAGE_BYTES):
-                pass
-
-
-def send_command(
-    data_dir: Path, command: Command, accepted: Callable[[], None] = lambda: None
-) -> Answer:
-    """Send a command to the node in `data_dir`. With `finish`, call `accepted` once the node
-    accepts, and return once it has ended.
+def send_command(data_dir: Path, command: Command) -> Answer:
+    """Send a command to the node in `data_dir`.
 
     Raises:
         Unavailable: no node is running, or it cannot execute the command.
@@ -201,12 +166,6 @@ def send_command(
             ) from None
         if answer.error:
             raise Unavailable(answer.error)
-        if command == "finish":
-            accepted()
-            connection.settimeout(None)
-            with contextlib.suppress(OSError):
-                connection.recv(1)  # returns when the node ends
-            _wait_for_end(data_dir)
         return answer
 
 
@@ -246,12 +205,6 @@ def _not_running_message(data_dir: Path) -> str:
         f"no node is running in {data_dir}: name its directory with -d, or start it with"
         " `swarmnode run`"
     )
-
-
-def _wait_for_end(data_dir: Path) -> None:
-    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
-    while _is_running(data_dir) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _is_running(data_dir: Path) -> bool:

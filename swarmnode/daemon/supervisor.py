@@ -100,18 +100,11 @@ class Supervisor:
         rng = random.Random()
         self._children = {name: Child(name, Watchdog(name, rng)) for name in commands}
         self._stopping = trio.Event()
-        self._finishing = False
         self._exit_code = 0
         self.failure = ""
         """Reason for which the node stopped, in one line; empty while it runs."""
         self._written = False
-        self._control = Control(data_dir, self.finish, trains="trainer" in commands)
-
-    def finish(self) -> None:
-        """Stop after the current step, however long it takes."""
-        if not self._stopping.is_set():
-            self._finishing = True
-            self._stopping.set()
+        self._control = Control(data_dir, trains="trainer" in commands)
 
     async def run(self) -> int:
         """Run until stopped; return the exit code. Raises the errors of the function `run`."""
@@ -270,21 +263,18 @@ class Supervisor:
     async def _handle_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for signum in received:
-                if self._stopping.is_set() and not self._finishing:
+                if self._stopping.is_set():
                     log.warning("aborting", signal=signal.Signals(signum).name)
                     self._exit_code = 130 if signum == signal.SIGINT else 128 + signum
                     self._send(signal.SIGKILL)
                     return
                 log.info("draining", signal=signal.Signals(signum).name)
-                self._finishing = False
                 self._stopping.set()
 
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
         """Stop the trainer first, so that its last groups can still be published, then the network
         process."""
         await self._stopping.wait()
-        if "trainer" in self._children:
-            await self._wait_for_last_step(self._children["trainer"])
         for name in ("trainer", "network"):
             if name in self._children:
                 await self._terminate(self._children[name])
@@ -293,18 +283,6 @@ class Supervisor:
                 await child.exited.wait()
         self._write_statistics()
         scope.cancel()
-
-    async def _wait_for_last_step(self, trainer: Child) -> None:
-        """Wait for the trainer to finish its step and save, until it stalls or a signal ends the
-        patience."""
-        if trainer.process is None or trainer.process.poll() is not None or not self._finishing:
-            return
-        trainer.process.terminate()
-        while self._finishing and trio.current_time() <= trainer.watchdog.deadline():
-            with trio.move_on_after(WATCH_INTERVAL_SECONDS):
-                await trainer.exited.wait()
-                break
-        self._finishing = False
 
     async def _terminate(self, child: Child) -> None:
         """Ask a process to stop, and kill it if it still runs at `Watchdog.drain_deadline`."""

@@ -1,4 +1,4 @@
-"""The commands pause, resume and finish."""
+"""The commands pause and resume."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import socket
 import stat
 from contextlib import asynccontextmanager, suppress
 
-import psutil
 import pytest
 import trio
 
@@ -32,13 +31,12 @@ def listens(path):
 async def controlled(data_dir, trains=True):
     make_data_dir(data_dir)
     lock = lock_data_dir(data_dir)
-    finished = trio.Event()
     try:
         async with trio.open_nursery() as nursery:
-            served = Control(data_dir, finished.set, trains=trains)
+            served = Control(data_dir, trains=trains)
             nursery.start_soon(served.run)
             await until(lambda: listens(data_dir / SOCKET))
-            yield finished
+            yield
             nursery.cancel_scope.cancel()
     finally:
         os.close(lock)
@@ -70,36 +68,7 @@ async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
         assert last_line(capsys) == "the node was not paused"
 
 
-async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
-    async with trio.open_nursery() as nursery:
-        codes = []
-
-        async def finish():
-            codes.append(await run_command("finish", "-d", tmp_path))
-
-        async with controlled(tmp_path) as finished:
-            nursery.start_soon(finish)
-            await finished.wait()
-            assert codes == []
-        await until(lambda: codes)
-    assert codes == [0]
-    assert last_line(capsys) == "the node has stopped"
-
-
-async def test_client_of_finish_may_leave_early(tmp_path):
-    async with controlled(tmp_path) as finished:
-        before = psutil.Process().num_fds()
-        for _ in range(3):
-            with trio.socket.socket(socket.AF_UNIX) as client:
-                await client.connect(str(tmp_path / SOCKET))
-                await client.send(b'{"command":"finish"}\n')
-                assert b"changed" in await client.recv(4096)
-        assert finished.is_set()
-        await until(lambda: psutil.Process().num_fds() == before)
-        assert await run_command("pause", "-d", tmp_path) == 0, "the socket still serves"
-
-
-@pytest.mark.parametrize("command", ["pause", "resume", "finish"])
+@pytest.mark.parametrize("command", ["pause", "resume"])
 def test_command_without_a_node_is_one_line(tmp_path, capsys, command):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "none", tmp_path / "file", tmp_path):

@@ -8,7 +8,6 @@ import textwrap
 import pytest
 import trio
 
-from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
 from swarmnode.daemon.supervisor import Supervisor, describe_exit, parse_progress
@@ -185,41 +184,22 @@ open({str(seen)!r} + ".ready", "w").close()
     assert seen.read_text() == "True"
 
 
-@pytest.mark.parametrize(
-    ("signals", "seconds", "drain", "code", "survives"),
-    [(0, 1.5, 0.5, 0, True), (1, 60, 0.5, 0, False), (2, 60, 60, 143, False)],
-    ids=["however long it takes", "a SIGTERM bounds it", "a second one aborts"],
-)
-async def test_finish_waits_until_a_signal(node, tmp_path, signals, seconds, drain, code, survives):
-    body = DRAINS.format(
-        turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved")
-    )
-    supervisor = node(trainer=body, drain_seconds=drain)
-    asked = lambda: (
-        len((tmp_path / "saved.asked").read_text().splitlines())
-        if (tmp_path / "saved.asked").exists()
-        else 0
-    )
-    codes = {}
+async def test_a_second_signal_aborts(node, tmp_path):
+    body = DRAINS.format(turns=600, status="training", step=0.01, marker=str(tmp_path / "saved"))
+    supervisor = node(trainer=body, drain_seconds=60)
+    asked, codes = tmp_path / "saved.asked", []
 
     async def run():
-        codes["node"] = await supervisor.run()
-
-    async def finish():
-        codes["finish"] = await trio.to_thread.run_sync(
-            cli.run, ["finish", "-d", str(tmp_path / "data")]
-        )
+        codes.append(await supervisor.run())
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         await until((tmp_path / "saved.ready").exists)
-        nursery.start_soon(finish)
-        for number in range(signals):
-            # by `finish`, then once for each signal
-            await until(lambda number=number: asked() > number)
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert codes == {"node": code, "finish": 0}
-    assert (tmp_path / "saved").exists() is survives
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(asked.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [143]
+    assert not (tmp_path / "saved").exists()
 
 
 def test_one_node_per_data_directory(tmp_path):
