@@ -479,7 +479,7 @@ def test_two_machines_at_home(world, tmp_path):
 
 def test_move_a_node(world):
     old, new = world.machine("mover"), world.machine("moved")
-    world.starts("mover", "swarmnode run", stays=True).until(trains)
+    world.starts("mover", "swarmnode run", stays=True).until(trains).stop()
     *leaves, copies, unpacks, checks, runs = commands("move")
     world.read |= set(commands("move"))
     for line in [*leaves, copies.replace("scp ", "cp ").replace("new:", f"{new.home}/")]:
