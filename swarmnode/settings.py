@@ -195,23 +195,6 @@ def toml(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def template() -> str:
-    """Return a configuration file with all settings commented out."""
-    lines = ["# Every setting with its default. Remove the # in front of those that you change."]
-    keys = valid_keys()
-    for section in dict.fromkeys(key.rpartition(".")[0] for key in keys):
-        lines += ["", f"[{section}]"]
-        for key in keys:
-            outer, _, leaf = key.rpartition(".")
-            if outer == section:
-                default = value(Config(), key)
-                line = f"# {leaf} = {toml(default) if default is not None else ''}".rstrip()
-                lines.append(
-                    line + (f"  # {_for_other_models(leaf)}" if key in MODEL_DEPENDENT_KEYS else "")
-                )
-    return "\n".join(lines) + "\n"
-
-
 def _data_dir(settings: Settings) -> Path:
     """Return the data directory of settings that are not validated yet."""
     named = settings.get("node.data_dir", (None, ""))[0]
@@ -555,12 +538,8 @@ def reference() -> str:
         "5. the default",
         "",
         (
-            "`swarmnode config show` prints the settings with their sources, `config path` the"
-            " files, and `config init` writes a file"
-        ),
-        (
-            "to start from. An unknown key or an invalid value ends the command with one line and"
-            " exit code 78. Times are in seconds."
+            "`swarmnode config show` prints the settings with their sources. An unknown key or an"
+            " invalid value ends the command with one line and exit code 78. Times are in seconds."
         ),
         "",
         (

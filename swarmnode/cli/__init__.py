@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Literal
 
 from cyclopts import App, CycloptsError
 
@@ -27,13 +26,12 @@ from swarmnode.cli.node import (
     run_node,
 )
 from swarmnode.cli.observe import samples, status
-from swarmnode.cli.options import Flag
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.talk import chat, serve
 from swarmnode.cli.task import task_app
 from swarmnode.cli.vllm import vllm_command
-from swarmnode.errors import ConfigError, SwarmNodeError, Unavailable
+from swarmnode.errors import SwarmNodeError, Unavailable
 
 app = App(
     name="swarmnode",
@@ -63,43 +61,7 @@ app.command(rollback)
 app.command(demo)
 for group in (config_app, key_app, manifest_app, recipes_app, task_app):
     app.command(group)
-
-
-@app.command
-def completion(
-    shell: Literal["bash", "zsh", "fish"] | None = None, *, install: Flag = False
-) -> int:
-    """Print the completion script of a shell, or install it.
-
-    Parameters
-    ----------
-    shell
-        By default the current shell.
-    install
-        Write the script to the shell's completion directory. For bash and zsh, also add one line to
-        ~/.bashrc or ~/.zshrc. Repeat this after an upgrade.
-    """
-    from cyclopts.completion.detect import ShellDetectionError, detect_shell
-
-    if shell is None:
-        try:
-            found = detect_shell()
-        except ShellDetectionError:
-            found = "powershell"
-        if found == "powershell":
-            raise ConfigError(
-                "completion: unknown shell: run `swarmnode completion bash`, zsh or fish"
-            )
-        shell = found
-    if not install:
-        print(app.generate_completion(shell=shell), end="")
-        return 0
-    try:
-        written = app.install_completion(shell=shell)
-    except OSError as error:
-        raise Unavailable(f"completion: cannot write {error.filename}: {error.strerror}") from None
-    print(f"wrote {written}; completion works in new {shell} sessions")
-    return 0
+app.register_install_completion_command()
 
 
 USAGE_EXIT_CODE = 2

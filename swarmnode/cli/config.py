@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App
@@ -17,10 +15,9 @@ from swarmnode.cli.options import (
     NodeOptions,
     Peer,
     load,
-    load_data_dir,
     print_result,
 )
-from swarmnode.errors import ConfigError, SwarmNodeError, Unavailable
+from swarmnode.errors import ConfigError, SwarmNodeError
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -45,25 +42,6 @@ def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = F
     for key, value, origin in rows:
         print(f"{key:<{width}}  {value!s:<40}  {origin}")
     return 0
-
-
-@config_app.command(name="path")
-def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Print the configuration files, including those that do not exist. Later files override
-    earlier ones."""
-    from swarmnode import settings
-
-    data_dir = load_data_dir(node)
-    named = node.config or (
-        Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None
-    )
-    files = (
-        [settings.saved_file(data_dir), named]
-        if named is not None
-        else [settings.default_file(), settings.saved_file(data_dir)]
-    )
-    lines = [f"{file}{'' if file.exists() else '  (absent)'}" for file in files]
-    return print_result({"files": [str(file) for file in files]}, "\n".join(lines), json)
 
 
 @config_app.command(name="set")
@@ -99,31 +77,6 @@ def config_set(
         check_names(resolved.config.task.names)
     file = settings.save(resolved.config.node.data_dir, overrides, recipe)
     return print_result({"file": str(file)}, f"saved in {file}", json)
-
-
-@config_app.command(name="init")
-def config_init(file: Path | None = None, *, json: AsJson = False) -> int:
-    """Write a configuration file in which all settings are commented out.
-
-    Parameters
-    ----------
-    file
-        A new file; by default config.toml in the user's configuration directory.
-    """
-    from swarmnode import settings
-
-    target = file or settings.default_file()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "x", encoding="utf-8") as out:
-            out.write(settings.template())
-    except FileExistsError:
-        raise Unavailable(
-            f"{target} exists; `swarmnode config set` changes single settings"
-        ) from None
-    except OSError as error:
-        raise Unavailable(f"cannot write {target}: {error.strerror}") from None
-    return print_result({"file": str(target)}, f"wrote {target}", json)
 
 
 def apply_manifest(resolved: Resolved) -> Resolved:
