@@ -57,9 +57,7 @@ def test_run_ends_at_once_on_an_unsuited_processor(broken, tmp_path):
     assert written["restarts"]["trainer"] == 0
 
 
-@pytest.mark.parametrize(
-    "command", [["demo"], ["demo", "--crew"], ["export", "out"], ["eval", "embedded"]]
-)
+@pytest.mark.parametrize("command", [["demo"], ["export", "out"], ["eval", "embedded"]])
 @pytest.mark.parametrize(
     ("code", "cause"), [(MISSING_LIBRARY, "OSError: libcudart.so.13"), (CRASH, "SIGILL")]
 )
