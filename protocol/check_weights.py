@@ -18,7 +18,6 @@ def read_weights(frame, cap, shapes):
     require(0 <= message.get("fragment", 0) < COUNTS["fragments"])
     blocks = message.get("blocks", b"\1")
     require(1 <= len(blocks) <= COUNTS["blocks"] // 8 and blocks[-1] != 0)
-    require(0 <= message.get("retry_seconds", 0) <= COUNTS["retry_seconds"])
     return message
 
 
@@ -53,7 +52,6 @@ READERS = {
     ),
 }
 DERIVATIONS = {
-    "edge_rank": lambda swarm, **given: TEXT.rank(swarm=bytes.fromhex(swarm), **given).hex(),
     "weights_fingerprint": weights_fingerprint,
     "weights_fragments": weights_fragments,
     "weights_int8": weights_int8,

@@ -68,7 +68,6 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
         "block_bits": seeds.BLOCK_BITS,
         "fragments": weights.FRAGMENTS,
         "blocks": weights.BLOCKS,
-        "retry_seconds": weights.RETRY_SECONDS,
         "crew_members": MAX_MEMBERS,
         "held_blocks": MAX_HELD_BLOCKS,
         "layers": MAX_LAYERS,

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import (
-    OTHER_PEER,
-    OTHER_SWARM,
-    PEER,
     SWARM,
     Vector,
     accepted,
@@ -21,7 +18,6 @@ from protocol.generate.frames import (
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.network.discovery import edge_rank
 
 FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
 SWAP = b"\x44" * 16
@@ -46,7 +42,7 @@ def messages() -> Iterator[Vector]:
             "blocks": b"\x3d",
         },
         {"type": "accepted", "id": SWAP, "outer_step": 0, "blocks": b"\x01"},
-        {"type": "busy", "id": SWAP, "retry_seconds": 3600},
+        {"type": "busy", "id": SWAP},
         {"type": "refused", "id": SWAP, "reason": "other_policy"},
         {"type": "refused", "id": SWAP, "reason": "over"},
         {"type": "refused", "id": SWAP, "reason": "stranger"},
@@ -67,14 +63,13 @@ def messages() -> Iterator[Vector]:
             pack(message),
             message,
         )
-    here, swap, _, busy, refusal, *_, ready = good
+    here, swap, _, _, refusal, *_, ready = good
 
     def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
         return rejected(verdict, name, pack({**message, **fields}), "weights")
 
     yield refused("bounds", "fragment 1024", swap, fragment=1024)
     yield refused("bounds", "1032 blocks", here, blocks=b"\1" * 129)
-    yield refused("bounds", "an hour and a second", busy, retry_seconds=3601)
     yield refused("bounds", "nothing to fetch", ready, size=0)
     yield refused("schema", "another reason", refusal, reason="tired")
     yield refused("schema", "an unknown type", here, type="average")
@@ -98,19 +93,6 @@ def states() -> Iterator[Vector]:
 
 def derivations() -> Iterator[Vector]:
     layout = make_layout((name, shape, dtype) for name, shape, dtype in TENSORS)
-    for name, bucket, swarm in (
-        ("a pair", 29_833_333, SWARM),
-        ("in the next minute", 29_833_334, SWARM),
-        ("elsewhere", 0, OTHER_SWARM),
-    ):
-        given: dict[str, Any] = {
-            "epoch": bucket,
-            "one": PEER,
-            "other": OTHER_PEER,
-            "swarm": swarm.hex(),
-        }
-        output = edge_rank(bucket, PEER, OTHER_PEER, swarm).hex()
-        yield derived(name, "edge_rank", given, output)
     adapters = (None, LoraShape(8, 16, ("k_proj", "q_proj")), LoraShape(8, 16, ("all-linear",)))
     for number, adapter in enumerate(adapters):
         plain = (

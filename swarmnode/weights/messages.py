@@ -18,7 +18,6 @@ STATE_BYTES: Final = 256
 """Longest response: the manifest of a state names every tensor."""
 HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
-RETRY_SECONDS: Final = 3600
 BLOCK_BYTES: Final = BLOCKS // 8
 
 
@@ -60,7 +59,6 @@ class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
     sender is still writing the payload."""
 
     id: bytes
-    retry_seconds: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
@@ -119,7 +117,6 @@ _RANGES: Final = {
     "outer_step": ANY_COUNTER,
     "size": (1, COUNTER),
     "fragment": (0, FRAGMENTS - 1),
-    "retry_seconds": (0, RETRY_SECONDS),
 }
 
 

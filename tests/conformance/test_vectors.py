@@ -43,7 +43,6 @@ from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerpr
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import BLOCK, make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.network.discovery import edge_rank
 from swarmnode.weights.trainer.codecs import int8_from_bytes
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
@@ -358,11 +357,6 @@ def test_derivations_match_the_vectors(vector):
         "choose_task": lambda: choose_task(names=given["tasks"], **in_bytes(given, "tasks")),
         "listing": lambda: listed_positions(given),
         "listed": lambda: listed_falsely(given),
-        "edge_rank": (
-            lambda: edge_rank(
-                given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])
-            ).hex()
-        ),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_int8": lambda: weights_int8(given),
         "weights_fragments": lambda: weights_fragments(given),

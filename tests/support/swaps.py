@@ -157,7 +157,7 @@ class Party:
             requests=SimpleNamespace(request=self._request, serve=self._serve),
         )
         store: Any = self.store
-        self.discovery = Discovery(network, self.replica, SWARM, trio.current_time, self.partners)
+        self.discovery = Discovery(network, self.replica, self.partners)
         self.exchange = SwapService(
             network,
             self.replica,
@@ -394,9 +394,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.flat:
-        product.SwapService._peer_rest_seconds = (  # type: ignore[method-assign]
+        product.SwapService._rests = (  # type: ignore[method-assign]
             lambda self, peer, now: (
-                self._known(peer).swapped_at + product.PEER_GAPS * self._gap - now
+                now < self._known(peer).swapped_at + product.PEER_GAPS * self._gap
             )
         )
     cases: list[tuple[str, dict[str, Any]]] = [

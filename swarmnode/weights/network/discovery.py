@@ -7,9 +7,8 @@ swap compares the fingerprints again, and the gate checks the weights.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable
+import random
 from typing import Final
 
 import msgspec
@@ -43,10 +42,6 @@ MAX_PEERS: Final = 1024
 """Peers whose claims are stored."""
 REQUEST_SECONDS: Final = 10.0
 """Deadline of a small request with a small answer."""
-BUCKET_SECONDS: Final = 60.0
-"""Length of an epoch, for which an edge keeps its rank. Clocks that differ reduce the number of
-mutual first choices and have no other effect."""
-_DOMAIN = b"swarmnode/pairing/1"
 
 
 async def ask(
@@ -85,24 +80,13 @@ class Discovery:
     Args:
         network: The node's network.
         replica: This node's replica.
-        swarm: Swarm id, 32 bytes.
-        unix_time: Returns seconds.
         partners: Peers with which this node averages. Others are not asked for claims.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        replica: LocalReplica,
-        swarm: bytes,
-        unix_time: Callable[[], float],
-        partners: KnownPeers,
-    ) -> None:
+    def __init__(self, network: Network, replica: LocalReplica, partners: KnownPeers) -> None:
         self.partners = partners
         self._network = network
         self._replica = replica
-        self._swarm = swarm
-        self._unix_time = unix_time
         self._claims = Latest[str, Claim](MAX_PEERS)
         self._asked: dict[str, float] = {}
         """Connected peer → time of the last request to it or claim of it."""
@@ -178,15 +162,18 @@ class Discovery:
             return b""
         return claim.blocks
 
-    def ordered(self, blocks: bytes, outer_step: int) -> tuple[tuple[str, ...], int]:
+    def ordered(
+        self, blocks: bytes, outer_step: int, rng: random.Random
+    ) -> tuple[tuple[str, ...], int]:
         """Order the candidates for an outer step of `blocks`, a bitmask.
 
         Candidates far from `outer_step` come last, and those that lack a due block come before
-        them, because a swap with either gains less. Equal candidates are ordered by edge rank.
+        them, because a swap with either gains less. Equal candidates are in random order.
 
         Args:
             blocks: The due blocks, as a bitmask.
             outer_step: Outer steps that this node has taken of them.
+            rng: Orders equal candidates.
 
         Returns:
             The candidates, the first to ask first, and how many of them equal the first.
@@ -194,12 +181,9 @@ class Discovery:
         has = {
             peer: some for peer in self.candidates() if (some := common(self.shared(peer), blocks))
         }
-        order = partner_order(
-            self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm
-        )
         far = lambda peer: too_far_behind(abs(self._claims[peer].outer_step - outer_step))
-        drawbacks = {peer: (far(peer), has[peer] != blocks) for peer in order}
-        ordered = tuple(sorted(order, key=drawbacks.__getitem__))
+        drawbacks = {peer: (far(peer), has[peer] != blocks) for peer in has}
+        ordered = tuple(sorted(has, key=lambda peer: (drawbacks[peer], rng.random())))
         equal = sum(drawbacks[peer] == drawbacks[ordered[0]] for peer in ordered)
         return ordered, equal
 
@@ -215,28 +199,3 @@ class Discovery:
         except PeerError:
             return  # the peer does not average, or has no trainer yet and will ask later
         self.received(peer, answer)
-
-
-# ---- the order in which candidates are asked: the same at both ends of an edge -------------------
-
-
-def epoch_bucket(unix_seconds: float, seconds: float = BUCKET_SECONDS) -> int:
-    """Return the number of the epoch, at least 0."""
-    return max(0, int(unix_seconds // seconds))
-
-
-def edge_rank(bucket: int, one: str, other: str, swarm: bytes) -> bytes:
-    """Return the rank of an edge in an epoch: 16 bytes, symmetric in the two peer ids."""
-    low, high = sorted((one.encode(), other.encode()))
-    content = _DOMAIN + bucket.to_bytes(8, "big") + len(low).to_bytes(2, "big") + low + high + swarm
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def partner_order(own: str, candidates: Iterable[str], bucket: int, swarm: bytes) -> list[str]:
-    """Return `candidates` without `own` and duplicates, the lowest edge rank first.
-
-    If an edge ranks lowest at both ends, both ends propose to each other and one swap results. An
-    attacker can create identities until one ranks low for a victim. That holds for one epoch and
-    gains one swap, which the gate bounds.
-    """
-    return sorted(set(candidates) - {own}, key=lambda peer: edge_rank(bucket, own, peer, swarm))

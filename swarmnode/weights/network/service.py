@@ -10,7 +10,6 @@ StateServer    serves this node's state to new neighbours
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +65,6 @@ class WeightService:
             this node averages.
         budget: `Meter.allows`. No swap is proposed while it refuses "fetch".
         may_average: Returns False while no swap may begin.
-        unix_time: Returns seconds.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class WeightService:
         *,
         budget: Callable[[str], bool] = lambda choice: True,
         may_average: Callable[[], bool] = lambda: True,
-        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._enabled = cfg.rule != "off"
         self._swarm = swarm
@@ -92,7 +89,7 @@ class WeightService:
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
         partners = known if cfg.partners == "known" else KnownPeers(everyone=True)
-        self._discovery = Discovery(network, self._replica, swarm, unix_time, partners)
+        self._discovery = Discovery(network, self._replica, partners)
         self._swaps = SwapService(
             network,
             self._replica,

@@ -5,7 +5,7 @@ Each side computes θ̄ = θ_i + w (θ_j − θ_i) with its own θ_i and w = ½.
 steps behind, w = ½ / (1 + n). If n > 4, w = 0: this side takes a solo step (`weights.rule`).
 
     A ─ swap(id, fragment, blocks, outer_step, fingerprint) ─▶ B
-    A ◀─ accepted(id, blocks) | busy(retry_after) | refused(reason) ─ B    nothing is copied yet
+    A ◀─ accepted(id, blocks) | busy | refused(reason) ─ B    nothing is copied yet
     then each side independently:
         `_copy`           the trainer copies between two steps and encodes
         `_await_payload`  ask the partner for payload(id) until it is ready
@@ -108,10 +108,6 @@ PEER_GAPS: Final = 0.4
 """A proposal of one of n equally good candidates is accepted at most once in `PEER_GAPS * n` gaps.
 An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
 every second proposal of each other."""
-TURN_GAPS: Final = 1.5
-"""A peer is asked after the others if its last swap with this node began less than this many gaps
-ago. Otherwise two of three nodes could rank each other first and swap only with each other, and the
-third node would not be averaged."""
 MEASURED_PACES: Final = 5
 """Own outer steps over which the duration of a training step is measured. The median of the
 intervals between them ignores a pause of the training."""
@@ -356,23 +352,17 @@ class SwapService:
     def _order(self, due: local.OuterStepDue) -> list[str]:
         """Return the candidates that are not in backoff, in the order to ask them.
 
-        Sorted by three keys: not busy, as good as the first candidate, no recent swap with this
-        node. Ties keep the order of `Discovery.ordered`.
+        Of equal candidates, those whose limits exclude a swap with this node come last.
         """
         if not self._may_propose():
             return []
         now = trio.current_time()
-        self._candidates, self._best = self._discovery.ordered(due.blocks, due.outer_step)
+        self._candidates, self._best = self._discovery.ordered(
+            due.blocks, due.outer_step, self._rng
+        )
         best = self._candidates[: self._best]
-
-        def rank(peer: str) -> tuple[bool, bool, bool]:
-            is_busy = self._known(peer).busy_until > now
-            swapped_recently = now < self._known(peer).swapped_at + TURN_GAPS * self._gap
-            rests = self._peer_rest_seconds(peer, now) > 0
-            return is_busy, peer not in best, rests or swapped_recently
-
         free = (peer for peer in self._candidates if self._known(peer).backoff.until <= now)
-        return sorted(free, key=rank)
+        return sorted(free, key=lambda peer: (peer not in best, self._rests(peer, now)))
 
     async def _propose(self, peer: str, due: local.OuterStepDue, blocks: bytes) -> SwapState | None:
         """Propose a swap of `blocks` to one candidate. Return None unless it accepts."""
@@ -401,7 +391,6 @@ class SwapService:
                 self._begin(swap)
                 return swap
             case Busy(id=swap.id):
-                self._partner(peer).busy_until = trio.current_time() + answer.retry_seconds
                 outcome = "busy"
             case Refused(id=swap.id):
                 outcome = "refused"
@@ -452,45 +441,43 @@ class SwapService:
 
     def answer(self, peer: str, request: Swap) -> Accepted | Busy | Refused:
         """Accept or decline the swap that a peer proposes."""
-        fragment, now = request.fragment, trio.current_time()
+        fragment = request.fragment
         shared = self._replica.within(common(request.blocks, self._replica.blocks), fragment)
         if request.fingerprint != self._replica.fingerprint or not shared:
             return Refused(request.id, "other_policy")
         if peer not in self._discovery.partners:
             return Refused(request.id, "stranger")
-        rests = {block: self._rest_until.get(block, now) - now for block in unpack(shared)}
-        ready = pack(block for block, seconds in rests.items() if seconds <= 0)
+        now = trio.current_time()
+        ready = pack(block for block in unpack(shared) if self._rest_until.get(block, now) <= now)
         if request.id in self._recent:
             return Refused(request.id, "over")
         mine = self._swaps.get(fragment)
         crosses = mine is not None and mine.phase == "proposing" and mine.peer == peer
         # Of two crossing proposals, the one of the lower peer id wins; the other gets `busy`.
-        wait = 0.0 if crosses and peer < self._network.peer_id else self._wait(peer, fragment)
-        wait = max(wait, 0.0 if ready else min(rests.values()))
-        if wait > 0 or not self._may_accept():
-            return Busy(request.id, min(3600, math.ceil(max(wait, PAUSE_SECONDS))))
+        is_free = (crosses and peer < self._network.peer_id) or self._is_free(peer, fragment)
+        if not (ready and is_free and self._may_accept()):
+            return Busy(request.id)
         swap = SwapState(request.id, peer, fragment, ready)
         self._swaps[fragment] = swap
         self._begin(swap)
         self.start(self._exchange, swap)
         return Accepted(request.id, self._replica.outer_steps[fragment], ready)
 
-    def _wait(self, peer: str, fragment: int) -> float:
-        """Return the seconds until a swap of the fragment with the peer may be accepted."""
+    def _is_free(self, peer: str, fragment: int) -> bool:
+        """Return True if a swap of the fragment with the peer may be accepted now."""
         now = trio.current_time()
-        under_way = fragment in self._swaps or len(self._swaps) >= MOST_SWAPS
-        return max(
-            self._copy_seconds if under_way else 0.0,
-            self._peer_rest_seconds(peer, now),
-            self._known(peer).backoff.until - now,
+        return (
+            fragment not in self._swaps
+            and len(self._swaps) < MOST_SWAPS
+            and not self._rests(peer, now)
+            and now >= self._known(peer).backoff.until
         )
 
-    def _peer_rest_seconds(self, peer: str, now: float) -> float:
-        """Return the seconds until the last swap with the peer no longer blocks a new one."""
+    def _rests(self, peer: str, now: float) -> bool:
+        """Return True while the last swap with the peer excludes a new one."""
         best = peer in self._candidates[: self._best]
         equals = self._best if best else max(1, len(self._candidates))
-        until = self._known(peer).swapped_at + PEER_GAPS * self._gap * equals
-        return max(0.0, until - now)
+        return now < self._known(peer).swapped_at + PEER_GAPS * self._gap * equals
 
     async def _payload(self, peer: str, request: Payload) -> Ready | Busy | Refused:
         """Answer a request for this node's payload of a swap.
@@ -818,8 +805,5 @@ class Partner:
     backoff: PeerBackoff = field(default_factory=PeerBackoff)
     swapped_at: float = -math.inf
     """Time at which the last swap with it began."""
-    busy_until: float = -math.inf
-    """End of the wait that its last `busy` requested. Until then it is asked after the other
-    candidates."""
     applied: int = 0
     """Number of applied swaps."""

@@ -164,7 +164,6 @@ class Node:
             self._directory,
             lambda message: life.learner is not None and life.learner.averaging.receive(message),
             budget=meter.allows,
-            unix_time=self.clock,
         )
         port = TrainerPort(Welcome(self.peer, self.swarm), TrainerWatch(), rollouts, weights, crew)
         life = Life(

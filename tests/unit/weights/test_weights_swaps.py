@@ -1,6 +1,5 @@
 """Swaps between nodes in memory: the product's coroutine, without bytes and without a model."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -26,9 +25,6 @@ from swarmnode.weights.network import swaps
 from swarmnode.weights.network.discovery import (
     ASK_SECONDS,
     FRESH_SECONDS,
-    edge_rank,
-    epoch_bucket,
-    partner_order,
 )
 from swarmnode.weights.network.swaps import FALSE_DATA_SECONDS, LONGEST_BACKOFF_SECONDS, PeerBackoff
 from tests.support.swaps import (
@@ -111,16 +107,15 @@ async def test_crossing_proposals_become_one_swap(first, autojump_clock):
         assert not any(solo_steps(party) for party in parties.values())
 
 
-async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
+async def test_after_a_busy_peer_the_next_is_asked(autojump_clock, monkeypatch):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0, BLOCKS))[0]
-        parties[first].may_accept = False
+        monkeypatch.setattr(me.discovery, "ordered", lambda *due: (("x", "y"), 2))
+        parties["x"].may_accept = False
         me.due()
         await settled(me)
         assert me.outcome("busy") == 1
-        assert sum(me.applied.values()) == 1
-        assert first not in me.applied
+        assert dict(me.applied) == {"y": 1}
 
 
 async def test_fragments_are_swapped_at_the_same_time(autojump_clock):
@@ -360,7 +355,7 @@ async def test_one_peer_is_accepted_once_in_its_share(autojump_clock):
         await trio.sleep(4 * EVERY)
         assert 4 <= me.applied["x"] <= 6
         answer = me.exchange.answer("x", requested(me))
-        assert 0 < answer.retry_seconds <= 0.8 * EVERY
+        assert isinstance(answer, Busy)
 
 
 async def test_another_policy_is_refused_without_blame(autojump_clock):
@@ -479,30 +474,12 @@ async def test_claims_are_requested_at_intervals(alone, autojump_clock):
     assert alone._peers_to_ask() == ["x", "y"]
 
 
-def test_an_edge_has_one_rank_at_both_ends():
-    swarm_id = bytes(32)
-    assert edge_rank(3, "a", "b", swarm_id) == edge_rank(3, "b", "a", swarm_id)
-    assert edge_rank(3, "a", "b", swarm_id) != edge_rank(4, "a", "b", swarm_id)
-    assert edge_rank(3, "a", "bc", swarm_id) != edge_rank(3, "ab", "c", swarm_id)
-    assert epoch_bucket(119.0) == 1
-
-
-def test_every_candidate_is_first_equally_often():
-    names = [f"p{i}" for i in range(10)]
-    first = Counter(
-        partner_order("p0", [*names, "p3"], bucket, bytes(32))[0] for bucket in range(1800)
-    )
-    assert set(first) == set(names[1:])
-    assert min(first.values()) > 140
-    assert max(first.values()) < 270
-
-
 # ---- a swarm with hostile members ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("honest", [2, 3, 12])
 async def test_honest_nodes_find_partners(honest, autojump_clock):
-    """Measured: 2.0, 2.0 and 1.9 swaps an interval with steps spread, 12 % alone in lockstep."""
+    """Measured: 2.0, 2.0 and 1.7 swaps an interval with steps spread, 16 % alone in lockstep."""
     others, _, solo = await averaged(honest)
     assert others > 1.6
     assert solo < 0.15
@@ -522,7 +499,7 @@ async def test_useless_peers_leave_others_their_swaps(ways, autojump_clock):
 
 
 async def test_greedy_peers_do_not_take_all_swaps(autojump_clock, monkeypatch):
-    """Measured: 1.4 with honest peers and 0.7 with greedy ones; without a share per peer these take
+    """Measured: 1.3 with honest peers and 0.8 with greedy ones; without a share per peer these take
     nearly all."""
     others, greedy, _ = await averaged(12, ["well"], intervals=6)
     assert others > 1.0
