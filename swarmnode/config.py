@@ -352,7 +352,7 @@ class TaskConfig(Section):
         ],
         min_length=1,
     )
-    """Tasks to train on, `gym/…` and `textarena/…` included. Groups of other tasks are refused."""
+    """Tasks to train on, `gym/…` included. Groups of other tasks are refused."""
     modules: list[str] = []
     """Your own tasks, as `package.module:function`. List them in `names` too. See
     [own-task.md](own-task.md)."""

@@ -28,7 +28,6 @@ EXTRAS = {
     ),
     "nvidia": ("nvidia-ml-py>=12",),
     "quant": ("bitsandbytes>=0.45",),
-    "textarena": ("textarena>=0.7.4",),
     "train": (
         "accelerate>=1.0",
         "numpy>=1.26",

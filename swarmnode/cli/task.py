@@ -52,7 +52,7 @@ def task_try(
     Parameters
     ----------
     task
-        rg/<name>, gym/<name>, textarena/<name>, a data/<name> of task.datasets, or
+        rg/<name>, gym/<name>, a data/<name> of task.datasets, or
         <module>:<function>, which need not be in task.modules.
     sample
         Also score answers of the policy. --no-sample scores only an empty and the right answer.

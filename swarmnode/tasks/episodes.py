@@ -257,7 +257,7 @@ def clean(text: str, most_bytes: int) -> str:
     return data[:room].decode(errors="ignore") + CUT if room >= 0 else ""
 
 
-# Libraries such as TextArena draw from the process's global random generators. Each episode has its
+# Environments may draw from the process's global random generators. Each episode has its
 # own state of these generators: seeded from its question at the start, saved and restored around
 # each step.
 

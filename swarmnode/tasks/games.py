@@ -1,6 +1,6 @@
-"""Games of libraries as episode tasks: Gymnasium's toy text and TextArena's single-player games.
+"""Gymnasium's toy text games as episode tasks.
 
-Every process reads the tables. Only the scorer child imports the libraries, before it enters its
+Every process reads the tables. Only the scorer child imports the library, before it enters its
 sandbox, and only for games that the node trains on.
 """
 
@@ -27,10 +27,8 @@ Step = Callable[[str], tuple[str, float, bool]]
 class Game:
     """A game that can be named in `task.names`."""
 
-    library: str
-    """The package on PyPI."""
     name: str
-    """Name of the game in its library."""
+    """Name of the game in Gymnasium."""
     settings: Mapping[str, object]
     """Setting of `task.settings` → default."""
 
@@ -39,43 +37,23 @@ class Game:
         return own.read_turns(self.settings)
 
 
-def _game(library: str, name: str, turns: int = MOST_TURNS, **settings: object) -> Game:
-    return Game(library, name, MappingProxyType({own.TURNS: turns, **settings}))
+def _game(name: str, turns: int = MOST_TURNS, **settings: object) -> Game:
+    return Game(name, MappingProxyType({own.TURNS: turns, **settings}))
 
 
-TEXTARENA = (
-    "2048",
-    "Bandit",
-    "Blackjack",
-    "FifteenPuzzle",
-    "FrozenLake",
-    "GuessTheNumber",
-    "LightsOut",
-    "Mastermind",
-    "Minesweeper",
-    "PegJump",
-    "Secretary",
-    "Slitherlink",
-    "Sudoku",
-    "TowerOfHanoi",
-)
-"""Single-player games that need no file and no model, draw from the seed and are deterministic."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
-        "gym/FrozenLake-v1": _game(
-            "gymnasium", "FrozenLake-v1", is_slippery=True, map_name="4x4", size=4
-        ),
-        "gym/Taxi-v4": _game("gymnasium", "Taxi-v4", is_rainy=False, fickle_passenger=False),
-        "gym/CliffWalking-v1": _game("gymnasium", "CliffWalking-v1", is_slippery=False),
-        "gym/Blackjack-v1": _game("gymnasium", "Blackjack-v1", 12, natural=False, sab=False),
+        "gym/FrozenLake-v1": _game("FrozenLake-v1", is_slippery=True, map_name="4x4", size=4),
+        "gym/Taxi-v4": _game("Taxi-v4", is_rainy=False, fickle_passenger=False),
+        "gym/CliffWalking-v1": _game("CliffWalking-v1", is_slippery=False),
+        "gym/Blackjack-v1": _game("Blackjack-v1", 12, natural=False, sab=False),
     }
-    | {f"textarena/{name}-v0": _game("textarena", f"{name}-v0") for name in TEXTARENA}
 )
 """Task id → game."""
 
 
 class GameTask:
-    """A game with its settings, as `episodes.Player` plays it. Imports its library.
+    """A game with its settings, as `episodes.Player` plays it. Imports Gymnasium.
 
     Raises:
         ConfigError: The library is missing or does not have the game.
@@ -86,11 +64,9 @@ class GameTask:
     def __init__(self, task: str, settings: Mapping[str, object]) -> None:
         self._task, self.turns = task, own.read_turns(settings)
         given = {name: value for name, value in settings.items() if name != own.TURNS}
-        game = GAMES[task]
         try:
             with owner_code.cached_bytecode():
-                make = _load_gymnasium if game.library == "gymnasium" else _load_textarena
-                self._begin = make(game.name, given)
+                self._begin = _load_game(GAMES[task].name, given)
         except Exception as error:
             raise ConfigError(f"{task} cannot be loaded: {owner_code.one_line(error)}") from error
 
@@ -106,7 +82,6 @@ def load(tasks: Mapping[str, Mapping[str, object]]) -> dict[str, GameTask]:
         return {task: GameTask(task, settings) for task, settings in tasks.items()}
 
 
-# ---- Gymnasium -----------------------------------------------------------------------------------
 # Gymnasium's environments return numbers: a state and a reward. The tasks return texts and a reward
 # of 0 to 1.
 
@@ -130,7 +105,7 @@ class ToyText:
     """True if the first text has the environment's map."""
 
 
-def _load_gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+def _load_game(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
     """Return a function that begins an episode from a seed of 32 bits."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -258,42 +233,3 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         ),
     }
 )
-
-
-# ---- TextArena -----------------------------------------------------------------------------------
-
-
-def _load_textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
-    """Return a function that begins an episode from a seed. TextArena draws from the global
-    `random`, which `episodes.Player` seeds."""
-    import textarena
-
-    def begin(seed: int) -> tuple[str, Step]:
-        environment = textarena.make(f"{name}-raw")
-        environment = textarena.wrappers.ActionFormattingWrapper(environment)
-        environment.reset(num_players=1, seed=seed)
-
-        def new_messages() -> str:
-            """Return the game's messages since the last call, without the player's actions."""
-            _, messages = environment.get_observation()
-            return "\n".join(
-                text
-                for _, text, kind in messages
-                if kind is not textarena.ObservationType.PLAYER_ACTION and isinstance(text, str)
-            )
-
-        def step(action: str) -> tuple[str, float, bool]:
-            done, _ = environment.step(action)
-            if not done:
-                return new_messages(), 0.0, False
-            rewards, info = environment.close()
-            reward = (rewards or {}).get(0)
-            # Some games return a text after an invalid move.
-            score = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
-            return str(info.get(0, {}).get("reason") or "The game is over."), score, True
-
-        return new_messages(), step
-
-    _, step = begin(0)  # the first game imports modules, which the sandbox would refuse
-    step("[0]")
-    return begin

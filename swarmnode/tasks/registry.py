@@ -238,8 +238,7 @@ def task_version(task_id: str) -> str:
     elif spec.kind == "chat":
         source = ["swarmnode", chat.VERSION]
     elif spec.kind == "game":
-        library = games.GAMES[task_id].library
-        source = [library, _installed_version(library, task_id), games.VERSION]
+        source = ["gymnasium", _installed_version("gymnasium", task_id), games.VERSION]
     else:
         version = _installed_version("reasoning-gym", task_id)
         source = ["reasoning-gym", version, "statement", statement.VERSION]

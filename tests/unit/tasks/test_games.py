@@ -1,5 +1,4 @@
-"""Games of libraries by name: Gymnasium's toy text against the library used the ordinary way, and
-TextArena's single-player games, both in the scorer's sandbox.
+"""Gymnasium's toy text games against the library used the ordinary way, in the scorer's sandbox.
 
 pytest tests/unit/tasks/test_games.py
 """
@@ -18,7 +17,6 @@ from swarmnode.tasks.seeds import environment_seed, evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 
 LAKE, TAXI, CLIFF, BLACKJACK = (name for name in GAMES if name.startswith("gym/"))
-ARENA = [name for name in GAMES if name.startswith("textarena/")]
 SEED = 4 << 20
 
 
@@ -153,18 +151,3 @@ def test_a_member_with_other_settings_is_told_both(named, monkeypatch):
 def test_a_game_that_nobody_named_is_not_loaded(named):
     named("builtin/copy")
     assert registry.loaded_games() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ARENA)
-def test_a_game_of_textarena_repeats_itself_in_the_sandbox(named, task):
-    pytest.importorskip("textarena", reason="pip install textarena, 91 MB with what it needs")
-    named(task)
-    registry.task_version(task)
-    with Scorer() as scorer:
-        scored = scorer.score(ref(task), [["left"], ["[1]", "[2]"]])
-        other = scorer.prompt(ref(task, 1))
-    assert (scored.errors, scored.error) == (0, "")
-    assert all(0.0 <= reward <= 1.0 for reward in scored.rewards)
-    assert scored.prompt
-    assert other
