@@ -364,27 +364,16 @@ def check_peers(facts: Sequence[PeerFacts], is_bootstrap: bool = False) -> list[
 
 @dataclass(frozen=True)
 class ClockFacts:
-    now: float
-    newest_file: float | None = None
-    """Unix time of the newest file of an earlier run."""
     synchronised: bool | None = None
     """The kernel's answer; None if it has none."""
-    received: int = 0
-    future: int = 0
-    stale: int = 0
-    """Numbers of groups that the running node has received: all, those dated in the future, and
-    those too old."""
     offset: float | None = None
     """Median offset of the peers' clocks in seconds, positive if they are ahead; None if too few
     are known."""
 
 
 def check_clock(f: ClockFacts) -> Check:
-    """Judge the clock. Peers refuse groups dated two minutes ahead of their clock, or an hour old.
-
-    Without peers, only a clock that was set back or is not synchronised can be detected. A running
-    node also compares it with the signed dates of peers.
-    """
+    """Judge the clock, by the clocks of the running node's peers or by the kernel. Peers refuse
+    groups dated two minutes ahead of their clock, or an hour old."""
     name = "clock"
     remedy = "enable time synchronisation (timedatectl set-ntp true, or chrony)"
     if f.offset is not None and abs(f.offset) > FUTURE_SECONDS:
@@ -395,21 +384,6 @@ def check_clock(f: ClockFacts) -> Check:
             remedy,
             UNAVAILABLE,
         )
-    for count, way in ((f.future, "behind"), (f.stale, "ahead of")):
-        if f.received >= 20 and count > f.received / 2:
-            return fail(
-                name,
-                f"{count} of {f.received} groups show that this clock is {way} those of most peers",
-                remedy,
-                UNAVAILABLE,
-            )
-    if f.newest_file is not None and f.newest_file > f.now + FUTURE_SECONDS:
-        return fail(
-            name,
-            f"it is {f.newest_file - f.now:.0f} s behind this node's files: it was set back",
-            remedy,
-            UNAVAILABLE,
-        )
     if f.synchronised is False:
         return warn(
             name,
@@ -417,9 +391,10 @@ def check_clock(f: ClockFacts) -> Check:
             f" {CLOCK_SKEW_SECONDS:.0f} s ahead of their clock",
             remedy,
         )
-    if f.synchronised is None and not f.received:
-        return ok(name, "not behind this node's files; it cannot be compared with other clocks yet")
-    return ok(name, "synchronised" if f.synchronised else "agrees with the clocks of peers")
+    if f.synchronised:
+        return ok(name, "synchronised")
+    agrees = f.offset is not None
+    return ok(name, "agrees with the clocks of peers" if agrees else "not compared with others yet")
 
 
 # ---- device, model -------------------------------------------------------------------------------

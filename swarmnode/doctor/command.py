@@ -72,7 +72,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     yield from checks.check_training(config)
     yield checks.check_files(probes.open_files(), config.network.max_connections)
     status = probes.status(data_dir) if running else {}
-    yield checks.check_clock(probes.clock(data_dir, status))
+    yield checks.check_clock(probes.clock(status))
     key = data_dir / "identity.key"
     own = key if key.exists() and not running else None  # the running node's connections stay
     own_id = probes.own_peer(data_dir)

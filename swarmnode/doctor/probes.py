@@ -20,7 +20,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -300,32 +299,10 @@ def dialled_back(status: Mapping[str, object]) -> DialBackFacts:
 # ---- clock ---------------------------------------------------------------------------------------
 
 
-def clock(data_dir: Path, status: Mapping[str, object]) -> ClockFacts:
-    """Collect facts about the clock.
-
-    Args:
-        data_dir: The data directory.
-        status: Status of the running node; empty if none is running.
-    """
-    newest = None
-    for path in (
-        data_dir / "peers.json",
-        data_dir / "trainer" / "state.safetensors",
-        data_dir / "run" / "supervisor.json",
-    ):
-        with contextlib.suppress(OSError):
-            newest = max(newest or 0.0, path.stat().st_mtime)
-    rollouts: dict[str, object] = client.field(status, "snapshot.rollouts", {})
+def clock(status: Mapping[str, object]) -> ClockFacts:
+    """Collect facts about the clock. status: of the running node; empty if none is running."""
     offset = client.field(status, "snapshot.swarm.clock_offset_seconds", math.nan)
-    return ClockFacts(
-        time.time(),
-        newest,
-        kernel_synchronised(),
-        client.field(rollouts, "received", 0),
-        client.field(rollouts, "admission.ignored.future", 0),
-        client.field(rollouts, "admission.ignored.stale", 0),
-        None if math.isnan(offset) else offset,
-    )
+    return ClockFacts(kernel_synchronised(), None if math.isnan(offset) else offset)
 
 
 def kernel_synchronised() -> bool | None:
