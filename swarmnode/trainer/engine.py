@@ -510,21 +510,12 @@ class WholePolicy:
             self._replica.set_counters(counters)
             if not has_outer:
                 self._replica.restore({})
-        memory = self._memory
-        for batcher, reduced in (
-            (memory.training, counters.micro_batch_tokens),
-            (memory.generation, counters.generation_tokens),
-        ):
-            if reduced:  # memory ran out in an earlier process
-                batcher.tokens = min(batcher.tokens, reduced)
-        self._updater.restore_loss_scale(counters.loss_scale)
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
         outer: Mapping[str, torch.Tensor] | None = (
             self._replica.tensors() if self._replica is not None else None
         )
-        counters.loss_scale = self._updater.loss_scale
         return state.take(
             self._policy.model,
             self._updater.optimizer,

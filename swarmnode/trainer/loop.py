@@ -391,10 +391,6 @@ class Loop:
         for group in external:
             c.note_use(group.peer)
         now = self._engine.statistics()
-        most = self._training.per_device_train_tokens
-        # 0 without a shortage of memory, so that a larger setting applies after a restart
-        c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0
-        c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
         drops = self._drops
         if result.stepped:

@@ -64,12 +64,6 @@ class Counters(AveragingCounters):
     episodes_total: int = 0
     evaluation_tokens_total: int = 0
     oom_retries_total: int = 0
-    micro_batch_tokens: int = 0
-    """Micro-batch bound in training after a shortage of memory, in tokens; 0 without a shortage."""
-    generation_tokens: int = 0
-    """Bound of concurrent tokens in generation after a shortage of memory; 0 without a shortage."""
-    loss_scale: float = 0.0
-    """Loss scale in float16; 0 in a dtype that needs none."""
     useful_per_step: float = 0.0
     held_out_questions: str = ""
     """Name of the questions of the following rewards, see `Evaluation.questions`."""

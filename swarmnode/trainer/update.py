@@ -381,18 +381,6 @@ class Updater:
         """Batchers of own rows, of own rows with activation checkpointing, and of external rows."""
         return self._batcher, self._recomputing, self._external
 
-    @property
-    def loss_scale(self) -> float:
-        """Loss scale in float16; 0 in a dtype that needs none."""
-        scaler = self._policy.accelerator.scaler
-        return min(float(scaler.get_scale()), MOST_LOSS_SCALE) if scaler is not None else 0.0
-
-    def restore_loss_scale(self, scale: float) -> None:
-        """Continue with the loss scale of an earlier process; 0 means none."""
-        scaler = self._policy.accelerator.scaler
-        if scaler is not None and scale:
-            scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
-
     def _has_finite_gradient(self) -> bool:
         grads = [p.grad for p in self._policy.trainable_parameters() if p.grad is not None]
         return not grads or bool(torch.isfinite(torch.nn.utils.get_total_norm(grads)))
@@ -430,11 +418,6 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
     return torch.optim.AdamW(
         parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused
     )
-
-
-MOST_LOSS_SCALE = 2.0**60
-"""Largest loss scale that is saved. torch does not bound the scale, and a stored counter
-must be below 2^63."""
 
 
 def _finite(value: float) -> float | None:

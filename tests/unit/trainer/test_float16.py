@@ -8,15 +8,12 @@ import math
 import pytest
 import torch
 
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import load
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.trainer.batch import assemble, own_group
-from swarmnode.trainer import state
-from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import Updater
 
 HALF = PolicyConfig(devices="cpu", dtype="float16")
@@ -59,10 +56,11 @@ def test_computes_in_float16_with_float32_weights(policy):
 
 def test_overflow_skips_the_step_and_lowers_the_scale(policy, rows):
     updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
-    updater.restore_loss_scale(TOO_LARGE)
+    scaler = policy.accelerator.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": TOO_LARGE})
     done = updater.update(rows)
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "overflow", None)
-    assert updater.loss_scale == TOO_LARGE / 2
+    assert scaler.get_scale() == TOO_LARGE / 2
     assert torch.equal(flat(policy), before)
     results = [updater.update(rows).stepped for _ in range(130)]
     assert results == sorted(results)
@@ -72,12 +70,14 @@ def test_overflow_skips_the_step_and_lowers_the_scale(policy, rows):
 
 def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch):
     monkeypatch.setattr(load, "LOSS_SCALE_GROWTH_STEPS", 3)
-    updater = Updater(load_policy(HALF), TrainingConfig(), MicroBatcher(4096))
-    updater.restore_loss_scale(1024.0)
+    policy = load_policy(HALF)
+    updater = Updater(policy, TrainingConfig(), MicroBatcher(4096))
+    scaler = policy.accelerator.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
     scales = []
     for _ in range(6):
         assert updater.update(rows).stepped
-        scales.append(updater.loss_scale)
+        scales.append(scaler.get_scale())
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 4096.0]
 
 
@@ -103,19 +103,3 @@ def test_infinite_loss_is_not_an_overflow(policy, rows):
     rows.advantages.fill_(math.nan)
     done = Updater(policy, TrainingConfig(), MicroBatcher(4096)).update(rows)
     assert (done.stepped, done.skipped) == (False, "not_finite")
-
-
-def test_the_scale_is_saved_and_restored(tmp_path, rows):
-    def engine():
-        config = Config(policy=HALF, weights={"rule": "off"})
-        return make_whole_policy(config, load_policy(HALF), Counters(), send=lambda message: None)
-
-    first = engine()
-    first._updater.restore_loss_scale(TOO_LARGE)
-    first.update(rows)
-    rng = first.random_generator(1)
-    state.write(tmp_path, first.snapshot(rng, Counters(step=1)))
-    second = engine()
-    assert second._updater.loss_scale == 65536.0
-    assert second.restore(tmp_path, rng).step == 1
-    assert second._updater.loss_scale == TOO_LARGE / 2

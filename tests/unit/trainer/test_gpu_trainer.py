@@ -1,11 +1,8 @@
 """The trainer on a CUDA device: learning, restart, and memory limits. Skipped without a device."""
 
-import json
-
 import pytest
 import torch
 import trio
-from safetensors import safe_open
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError
@@ -15,7 +12,6 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import assemble, own_group
-from swarmnode.trainer import state
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.update import Updater
 from tests.support.network_side import NetworkSide
@@ -65,15 +61,12 @@ async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
     assert (fourth[-1].step, fourth[-1].device) == (65, "cuda:0")
 
 
-async def test_learns_in_float16_and_saves_the_loss_scale(tmp_path):
+async def test_learns_in_float16(tmp_path):
     place = {"devices": "cuda", "dtype": "float16"}
     first = await train(tmp_path, policy=place, max_steps=60, eval_every=60, learning_rate=1e-3)
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "float16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
     assert first[-1].drops["update"].dropped.keys() <= {"no_signal", "overflow"}
-    with safe_open(tmp_path / "trainer" / state.FILE, "pt") as file:
-        scale = json.loads(file.metadata()["counters"])["loss_scale"]
-    assert 1 < scale <= 65536
     second = await train(tmp_path, policy=place, max_steps=62)
     assert second[-1].step == 62
 
@@ -83,14 +76,15 @@ def test_overflow_on_a_gpu_lowers_the_scale():
     (group,) = generate(policy, ["What is 3 + 4?"], Sampling(4, 8), policy.random_generator(1))
     rows = assemble([own_group(group, [1.0, 0.0, 0.0, 1.0])], "grpo")
     updater = Updater(policy, TrainingConfig(), MicroBatcher(4096))
-    updater.restore_loss_scale(2.0**40)
+    scaler = policy.accelerator.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
     before = [p.detach().clone() for p in policy.trainable_parameters()]
     done = updater.update(rows)
-    assert (done.stepped, done.skipped, updater.loss_scale) == (False, "overflow", 2.0**39)
+    assert (done.stepped, done.skipped, scaler.get_scale()) == (False, "overflow", 2.0**39)
     assert all(
         torch.equal(a, b) for a, b in zip(before, policy.trainable_parameters(), strict=True)
     )
-    updater.restore_loss_scale(65536.0)
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 65536.0})
     assert updater.update(rows).stepped
 
 
@@ -107,18 +101,13 @@ def allow():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-async def test_memory_limit_survives_a_restart(tmp_path, allow):
+async def test_a_shortage_of_memory_lowers_the_limit(tmp_path, allow):
     allow(256 * 2**20)  # cuBLAS alone takes 32 MiB for each stream of each thread
     first = await train(tmp_path, policy={"devices": "cuda"}, max_steps=2, **LARGE)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].micro_batch_tokens
     assert 0 < limit < LARGE["per_device_train_tokens"]
-    second = await train(tmp_path, policy={"devices": "cuda"}, max_steps=3, **LARGE)
-    assert second[-1].step == 3
-    assert second[-1].micro_batch_tokens <= limit
-    # a longer batch may teach it a little more
-    assert second[-1].oom_retries_total <= first[-1].oom_retries_total + 1
 
 
 async def test_too_small_gpu_fails_with_one_line(tmp_path, allow):

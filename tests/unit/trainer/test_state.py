@@ -347,7 +347,7 @@ DAMAGES = {
     ),
     "the generator is missing": without("rng"),
     "the generator has another type": as_shape("rng", 5),
-    "a counter is negative": lambda t: Counters(step=2, generation_tokens=-1),
+    "a counter is negative": lambda t: Counters(step=2, oom_retries_total=-1),
     "a counter is beyond a message": lambda t: Counters(step=2, sequence=2**63),
     "outer weights are NaN": lambda t: t.update({"outer.phi.0.weight": torch.tensor([math.nan])}),
 }

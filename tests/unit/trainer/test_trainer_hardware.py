@@ -1,4 +1,4 @@
-"""A small or paused node: a memory limit that survives a restart, quiet hours."""
+"""A small or paused node: a shortage of memory, quiet hours."""
 
 import threading
 
@@ -65,7 +65,7 @@ class Allocator:
         monkeypatch.setattr(Policy, "logits", logits)
 
 
-async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
+async def test_a_shortage_of_memory_lowers_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 24)  # its trial has such a row
     allocator = Allocator(monkeypatch, tokens=60, training=False)
     first = await train(tmp_path, max_steps=2, eval_every=100)
@@ -75,19 +75,6 @@ async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     assert 0 < limit < 16384
     assert first[-1].micro_batch_tokens > limit, "a shortage in generation does not bound training"
     assert allocator.failures == first[-1].oom_retries_total
-
-    allocator.failures = 0
-    second = await train(tmp_path, max_steps=4, eval_every=100)
-    assert second[-1].step == 4
-    assert allocator.failures == 0
-    assert second[-1].generation_tokens == limit
-    assert second[-1].oom_retries_total == first[-1].oom_retries_total
-
-
-async def test_larger_setting_applies_after_a_restart(tmp_path):
-    await train(tmp_path, max_steps=1, eval_every=100, per_device_train_tokens=2048)
-    reports = await train(tmp_path, max_steps=2, eval_every=100, per_device_train_tokens=4096)
-    assert reports[-1].micro_batch_tokens == 4096
 
 
 async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
