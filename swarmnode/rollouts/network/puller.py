@@ -17,7 +17,7 @@ by PROVING_GROUPS fetched groups that are as they were listed and can be trained
 listing, `busy` or a missing answer ends that, and the holder rests: twice as long each time.
 
     proven      MOST_POLLED polls, MOST_FETCHES fetches of up to 16 groups and 1 MiB
-    unproven    UNPROVEN_POLLS polls, none of a holder with offers; UNPROVEN_FETCHES fetches of one
+    unproven    MOST_POLLED polls, none of a holder with offers; UNPROVEN_FETCHES fetches of one
                 group each, the smallest first; more while there are few proven holders
 """
 
@@ -45,10 +45,8 @@ FIRST_STEP = 8
 """Assumed groups per step until the trainer's first draw. Without them a swarm trains its first
 step on own groups alone, and the mean reward over training falls by 7 % (RESULTS.md)."""
 MOST_POLLED = 8
-"""Maximum number of polls of proven holders under way, each of another peer."""
-UNPROVEN_POLLS = 2
-"""Polls of unproven holders under way, if MOST_POLLED proven ones are connected. They may also have
-the polls that missing proven ones leave free."""
+"""Maximum number of polls of proven holders under way, and of unproven ones, each of another
+peer."""
 PLENTY = 4
 """Steps of groups on offer at proven holders at which the node stops polling more peers: an answer
 costs about 3 ms of CPU and up to 1.5 KB."""
@@ -330,7 +328,7 @@ class Puller:
         if self.wanted(now) <= 0:
             return []
         proven = [holder for holder in here.values() if holder.proven]
-        room = {True: MOST_POLLED, False: max(UNPROVEN_POLLS, MOST_POLLED - len(proven))}
+        room = {True: MOST_POLLED, False: MOST_POLLED}
         for holder in here.values():
             room[holder.proven] -= holder.polling
         offered = {content for holder in proven for content in holder.offers}

@@ -342,18 +342,14 @@ def test_a_stranger_that_is_busy_late_rests_twice_as_long_each_time():
     assert gaps == [15, 20, 30, 50, 90]
 
 
-def test_strangers_hold_few_polls_and_are_not_polled_while_they_have_offers():
+def test_strangers_take_no_poll_of_proven_holders_and_are_not_polled_while_they_have_offers():
     proven = [str(number) for number in range(8)]
     world = World([*proven, *(f"s{number}" for number in range(30))])
     world.prove(*proven)
     world.now += 1.0
     polled = world.polls()
-    assert len(polled) == puller.MOST_POLLED + puller.UNPROVEN_POLLS
+    assert len(polled) == 2 * puller.MOST_POLLED
     assert set(polled) >= set(proven)
-    few = World(["a", *(f"s{number}" for number in range(30))])
-    few.prove("a")
-    few.now += 1.0
-    assert len(few.polls()) == puller.MOST_POLLED, "those that proven holders leave free"
     listing_ = World(["s"])
     listing_.polls()
     listing_.list("s", *(listed(n, chr(97 + n)) for n in range(14)))
