@@ -2,11 +2,7 @@
 
 import re
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "swarmnode").rglob("*.py"))
@@ -74,33 +70,6 @@ def test_no_local_paths():
                 if pattern.search(line)
             ]
     assert [name for name in found if not name.endswith("test_house_rules.py")] == []
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [*pip, "--wheel-dir", str(directory), str(ROOT)],
-        check=True,
-        capture_output=True,
-        timeout=110,
-    )
-    (path,) = directory.glob("*.whl")
-    return path
-
-
-def test_wheel_runs_outside_the_checkout(wheel, tmp_path):
-    unpacked = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(unpacked)
-    code = (
-        "import swarmnode, swarmnode.cli; print(swarmnode.__file__); swarmnode.cli.run(['--help'])"
-    )
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(unpacked)!r}); {code}"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0
-    assert result.stdout.startswith(str(unpacked))
-    assert "demo" in result.stdout
 
 
 def test_make_bench_runs_every_quick_benchmark():

@@ -1,6 +1,8 @@
 """`make dist` builds a wheel and an sdist of the package, with a description that works on PyPI."""
 
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 from email.parser import BytesParser
@@ -14,32 +16,30 @@ ROOT = Path(__file__).parents[2]
 HOME = "https://example.org/swarmnode"
 
 
-@pytest.fixture(scope="module", params=["", HOME], ids=["no repository", "repository"])
-def built(request, tmp_path_factory):
-    """Return names in the wheel and the sdist, the wheel's metadata, and the repository."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Return the wheel, its metadata, and the names in the wheel and the sdist."""
     directory = tmp_path_factory.mktemp("dist")
-    wheel, sdist = dist.build(directory, directory / "out", request.param)
+    wheel, sdist = dist.build(directory, directory / "out", HOME)
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("dist-info/METADATA")]
         parsed = BytesParser().parsebytes(archive.read(metadata))
         in_wheel = set(archive.namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
-    return in_wheel, in_sdist, parsed, request.param
+    return wheel, parsed, in_wheel, in_sdist
 
 
 def test_the_metadata_names_distribution_and_licence(built):
-    _, _, metadata, repository = built
+    _, metadata, *_ = built
     assert metadata["Name"] == "swarmnode-rl"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("License-File")) == {"LICENSE", "NOTICE"}
-    expected = [f"Repository, {repository}"] if repository else []
-    urls = metadata.get_all("Project-URL") or []
-    assert [url for url in urls if url.startswith("Repository, ")] == expected
+    assert f"Repository, {HOME}" in metadata.get_all("Project-URL")
 
 
 def test_wheel_and_sdist_hold_the_package_only(built):
-    in_wheel, in_sdist, *_ = built
+    *_, in_wheel, in_sdist = built
     licences = {name.rpartition("licenses/")[2] for name in in_wheel if "licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
     assert {name.partition("/")[0] for name in in_wheel} == {
@@ -58,12 +58,22 @@ def test_wheel_and_sdist_hold_the_package_only(built):
     assert package <= in_sdist
 
 
+def test_the_wheel_runs_outside_the_checkout(built, tmp_path):
+    zipfile.ZipFile(built[0]).extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import swarmnode.cli as cli;"
+    command = [sys.executable, "-c", f"{code} print(cli.__file__); cli.run(['--help'])"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert result.stdout.startswith(str(tmp_path))
+    assert "demo" in result.stdout
+
+
 def test_the_description_has_no_relative_link(built):
-    _, _, metadata, repository = built
+    _, metadata, *_ = built
     description = metadata.get_payload()
     assert not dist.LINK.search(description)
     linked = re.findall(rf"\({HOME}/(?:blob|raw)/v0\.1\.0/([^)#]+)", description)
-    assert bool(linked) == bool(repository)
+    assert linked
     assert all((ROOT / path).exists() for path in linked)
 
 

@@ -276,7 +276,9 @@ class World:
             "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512",
             "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
             "Qwen/Qwen3-4B": "embedded",
-            "--samples 4": "--samples 2 --questions 24",  # fewer answers, for time
+            # fewer answers of SmolLM2, for time
+            "--samples 4": "--samples 2 --questions 24",
+            "try chat/json_fields": "try chat/json_fields --no-sample",
             "<that peer id>": "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
             'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "",
             "scp ": "cp ",

@@ -57,9 +57,13 @@ def test_run_ends_at_once_on_an_unsuited_processor(broken, tmp_path):
     assert written["restarts"]["trainer"] == 0
 
 
-@pytest.mark.parametrize("command", [["demo"], ["export", "out"], ["eval", "embedded"]])
 @pytest.mark.parametrize(
-    ("code", "cause"), [(MISSING_LIBRARY, "OSError: libcudart.so.13"), (CRASH, "SIGILL")]
+    ("command", "code", "cause"),
+    [
+        (["demo"], CRASH, "SIGILL"),
+        (["export", "out"], MISSING_LIBRARY, "OSError: libcudart.so.13"),
+        (["eval", "embedded"], MISSING_LIBRARY, "OSError: libcudart.so.13"),
+    ],
 )
 def test_other_commands_end_before_anything_starts(broken, tmp_path, command, code, cause):
     result = broken(code, *command, "--data-dir", tmp_path / "node")
