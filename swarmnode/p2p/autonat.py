@@ -69,8 +69,6 @@ class ReachStatistics(msgspec.Struct, frozen=True):
     local: bool = False
     """True if `observed` is an address of the local network. Then `public` is the verdict of peers
     there, and does not hold for strangers."""
-    reachable_votes: int = 0
-    unreachable_votes: int = 0
     dial_backs: dict[str, int] = {}
     """Dial-backs made for peers, by outcome."""
 

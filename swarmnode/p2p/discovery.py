@@ -79,10 +79,6 @@ class Discovery:
             if self._mdns is not None:
                 nursery.start_soon(self._mdns.run, self.add_from_mdns)
 
-    @property
-    def mdns_running(self) -> bool:
-        return self._mdns is not None and self._mdns.running
-
     def add_from_mdns(self, peer: str, address: str) -> None:
         """Add a peer found by mDNS."""
         if self._table.add(peer, address, "mdns", trio.current_time()):

@@ -72,7 +72,6 @@ class MdnsDiscovery:
         self._listen = listen
         self._pending = 0
         self._token: trio.lowlevel.TrioToken | None = None
-        self.running = False
 
     async def run(self, found: PeerFound) -> None:
         """Call `found` for every announced peer until cancelled. Never raises for a fault of the
@@ -98,10 +97,8 @@ class MdnsDiscovery:
             )
             return
         try:
-            self.running = True
             await trio.sleep_forever()
         finally:
-            self.running = False
             with trio.CancelScope(shield=True), trio.move_on_after(5.0):
                 await trio.to_thread.run_sync(
                     self._close, zeroconf, browser, abandon_on_cancel=True

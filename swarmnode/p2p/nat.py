@@ -198,7 +198,6 @@ class Nat:
         )
 
     def statistics(self) -> NatStatistics:
-        reachable, unreachable = self.reach.votes()
         own = self.reach.own_address
         peers = self._connections.peers()
         direct = sum(1 for peer in peers if self._connections.is_direct(peer))
@@ -207,8 +206,6 @@ class Nat:
                 self.reach.verdict,
                 own.host if own is not None else "",
                 own is not None and own.scope < PUBLIC,
-                reachable,
-                unreachable,
                 dict(self.dial_back.outcomes),
             ),
             relay=self.relay.statistics(),

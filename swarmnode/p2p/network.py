@@ -127,7 +127,6 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
     reported_addresses: dict[str, int] = {}
     """Addresses received from neighbours, by outcome of `reports.OUTCOMES`."""
-    mdns_running: bool = False
     nat: NatStatistics = NatStatistics()
     """Reachability, relays and hole punching."""
 
@@ -279,7 +278,6 @@ class Libp2pNetwork(PeerScores):
             guards=dict(guards.statistics().fired),
             refused_connections=self._gater.refused,
             reported_addresses=dict(self.neighbours.reports.outcomes),
-            mdns_running=self.discovery.mdns_running,
             nat=self.nat.statistics(),
         )
 

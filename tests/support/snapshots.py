@@ -284,7 +284,6 @@ def example_at(t: float) -> NodeSnapshot:
                 groups=148,
                 bytes=1_240_000,
                 peers=2,
-                oldest_seconds=41.0,
                 max_groups=2000,
                 max_bytes=64 * 2**20,
                 drawn=used + 3,

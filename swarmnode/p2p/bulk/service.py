@@ -67,10 +67,6 @@ class BulkStatistics(msgspec.Struct, frozen=True):
     stalled, withdrawn, failed."""
     received_bytes: int = 0
     """Bytes that arrived, including chunks that were refused afterwards."""
-    sent_bytes: int = 0
-    """Bytes sent by the uploads that have ended."""
-    seconds: float = 0.0
-    """Time spent fetching, without the wait for a slot."""
     bandwidth: dict[str, float] = {}
     """Moving average of bytes per second by peer; at most BANDWIDTH_PEERS."""
     offers: int = 0
@@ -90,7 +86,6 @@ class Libp2pBulk:
         self._bandwidth = BandwidthEstimates()
         self._outcomes: collections.Counter[str] = collections.Counter()
         self._received_bytes = 0
-        self._seconds = 0.0
 
     def start(self) -> None:
         """Start to serve chunks and manifests."""
@@ -186,8 +181,6 @@ class Libp2pBulk:
             fetched=dict(self._outcomes),
             served=dict(self._server.outcomes),
             received_bytes=self._received_bytes,
-            sent_bytes=self._server.sent_bytes,
-            seconds=self._seconds,
             bandwidth=self._bandwidth.snapshot(),
             offers=len(self._server.offers),
             fetching=len(self._slots),
@@ -214,7 +207,6 @@ class Libp2pBulk:
             elapsed = trio.current_time() - began
             self._bandwidth.observe(peer, download.received, elapsed)
             self._received_bytes += download.received
-            self._seconds += elapsed
 
 
 class Download:

@@ -70,7 +70,6 @@ class BulkServer:
         """Returns False while the byte budget or quiet hours forbid uploads."""
         self.offers: dict[bytes, BulkOffer] = {}
         self.outcomes: collections.Counter[str] = collections.Counter()
-        self.sent_bytes = 0
         self._is_allowed = is_allowed
         self._clock = clock
         self._streams = PeerCap(STREAMS_PER_PEER, STREAMS)
@@ -192,7 +191,6 @@ class BulkServer:
             return await self._send(stream, upload)
         finally:
             self.finish(upload)
-            self.sent_bytes += upload.sent
 
     async def _send(self, stream: Stream, upload: Upload) -> str:
         """Write the response and the chunks. Returns the outcome."""

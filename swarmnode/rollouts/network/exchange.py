@@ -231,7 +231,7 @@ class RolloutExchange:
             pulling=self._gossip.statistics(),
             serving=self._gossip.serving(),
             waiting=len(self._scoring),
-            pool=self.pool.statistics(self._clock()),
+            pool=self.pool.statistics(),
             judged=self.authors.outcomes,
             peers_used=len(self.authors),
         )

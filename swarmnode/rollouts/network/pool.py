@@ -50,10 +50,6 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     groups: int = 0
     bytes: int = 0
     peers: int = 0
-    largest_peer_share: float = 0.0
-    """Groups of the most represented author ÷ groups in the pool; 0 when empty."""
-    oldest_seconds: float | None = None
-    """Age of the oldest group; None when empty."""
     added: int = 0
     drawn: int = 0
     evicted_peer_share: int = 0
@@ -288,15 +284,11 @@ class Pool:
         self._bytes -= entry.bytes
         self._counts[why] += 1
 
-    def statistics(self, now: float) -> PoolStatistics:
-        firsts = [next(iter(mine.values())).arrived_at for mine in self._authors.values()]
-        largest = max((len(mine) for mine in self._authors.values()), default=0)
+    def statistics(self) -> PoolStatistics:
         return PoolStatistics(
             groups=self._groups,
             bytes=self._bytes,
             peers=len(self._authors),
-            largest_peer_share=largest / self._groups if self._groups else 0.0,
-            oldest_seconds=max(0.0, now - min(firsts)) if firsts else None,
             staleness=dict(self._staleness),
             max_groups=self.max_groups,
             max_bytes=self.max_bytes,
