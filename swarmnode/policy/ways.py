@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import compress, groupby
+from itertools import compress
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -44,13 +44,6 @@ class Row(NamedTuple):
     def tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(self.sampled) if self.sampled else len(self.completion)
-
-    @property
-    def longest_turn(self) -> int:
-        """Maximum number of consecutive sampled tokens."""
-        if not self.sampled:
-            return len(self.completion)
-        return max(len(list(run)) for is_sampled, run in groupby(self.sampled) if is_sampled)
 
     def first(self, count: int) -> Row:
         """Return the row with the first `count` ids of the completion."""

@@ -372,9 +372,8 @@ def test_an_id_that_was_not_sampled_has_no_gradient(policy):
     assert result.entropy is not None
 
 
-def test_lengths_of_episodes_are_those_of_their_turns():
+def test_only_sampled_tokens_of_an_episode_count():
     assert MASKED.tokens == 5
-    assert MASKED.longest_turn == 3
     assert MASKED.at_sampled([1, 2, 3, 4, 5, 6, 7]) == [1, 2, 3, 6, 7]
 
 
