@@ -88,8 +88,6 @@ which allocate a workspace at the first call on a device or stream."""
 
 CALM_PASSES = 200
 """Number of successful passes near the bound after which it is raised."""
-LONGEST_PATIENCE = 20_000
-"""Largest value of that number, which doubles after each raise that failed."""
 
 
 class RowTooLarge(DeviceError):
@@ -118,8 +116,7 @@ class MicroBatcher:
     memory runs out.
 
     Another program may have caused the shortage. Therefore the bound is raised by a quarter after
-    CALM_PASSES passes near it, up to `most`. If memory runs out again, the next raise takes twice
-    as many passes. Save `tokens` and restore it after a restart.
+    CALM_PASSES passes near it, up to `most`.
 
     Args:
         most: Largest bound, in padded tokens.
@@ -139,8 +136,6 @@ class MicroBatcher:
         """Length of the longest row that may fit; None while every single row has fit."""
         self._retries = 0
         self._calm = 0
-        self._patience = CALM_PASSES
-        self._raised = False
 
     def statistics(self) -> MicroBatchStatistics:
         return MicroBatchStatistics(self.tokens, self._retries)
@@ -296,8 +291,6 @@ class MicroBatcher:
         """
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._calm, self._doubles = 0, False
-        if self._raised:
-            self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
 
     def passed(self, largest: int) -> None:
         """Process a successful pass.
@@ -313,8 +306,8 @@ class MicroBatcher:
             )
             return
         self._calm += 1 if self._longest is not None or 2 * largest > self.tokens else 0
-        if self._calm >= self._patience:
-            self._calm, self._raised = 0, True
+        if self._calm >= CALM_PASSES:
+            self._calm = 0
             self.tokens = min(self._most, self.tokens + max(1, self.tokens // 4))
             self._longest = (
                 None
