@@ -68,14 +68,6 @@ class FoundingOptions:
         ),
     ] = False
     any_model: Annotated[Flag, Parameter(help="Allow members to train different models.")] = False
-    min_completions: Annotated[
-        int | None,
-        Parameter(help="Least size of a group; by default half of training.num_generations."),
-    ] = None
-    max_completions: Annotated[
-        int | None,
-        Parameter(help="Largest size of a group; by default twice training.num_generations."),
-    ] = None
     successor: Annotated[
         Flag,
         Parameter(
@@ -95,25 +87,14 @@ class FoundingOptions:
 
         Args:
             origins: Key → origin of each setting that is not a default.
-
-        Raises:
-            ConfigError: Only one of the two bounds of the group size is given.
         """
-        from swarmnode.errors import ConfigError
         from swarmnode.swarm.membership import FoundingRequest
 
-        low, high = self.min_completions, self.max_completions
-        if (low is None) != (high is None):
-            raise ConfigError(
-                "init: --min-completions and --max-completions must be given together"
-            )
-        completions = (low, high) if low is not None and high is not None else None
         return FoundingRequest(
             self.bootstrap or (),
             self.member or (),
             self.private,
             self.any_model,
-            completions,
             self.successor,
             self.public,
             origins,

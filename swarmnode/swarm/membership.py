@@ -57,7 +57,6 @@ class FoundingRequest:
     private: bool = False
     """Require a secret: the existing one, or a new one."""
     any_model: bool = False
-    completions: tuple[int, int] | None = None
     successor: bool = False
     public: bool = False
     """The successor has neither a member list nor a secret."""
@@ -130,9 +129,7 @@ class Membership:
         if before is None:
             bootstrap = invites.check_addresses(list(options.bootstrap) or own, "init: --bootstrap")
             secret = self._own_secret() if options.private else None
-            terms = Terms(
-                now, options.completions, bootstrap, _check_members(options.members), secret
-            )
+            terms = Terms(now, None, bootstrap, _check_members(options.members), secret)
             models = [] if options.any_model else [self._describe_model()]
             return Draft(manifest.draft(self._config, founder, models, terms), None, self._config)
         present = before.manifest
@@ -151,11 +148,13 @@ class Membership:
             if moved
             else present.bootstrap
         )
-        bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
+        bounds = None
+        if "training.num_generations" not in options.explicit_settings:
+            bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
         members = [] if options.public else list(options.members) or present.access.members
         terms = Terms(
             now,
-            options.completions or bounds,
+            bounds,
             invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
             _check_members(members),
             self._successor_secret(options, present),

@@ -18,10 +18,11 @@ DRAFT_KEYS = (
     "swarm.name",
     "task.names",
     "training.max_completion_length",
+    "training.num_generations",
     "training.temperature",
     "training.top_p",
 )
-"""Configuration keys that a manifest is drafted from, without the bounds of the group size."""
+"""Configuration keys that a manifest is drafted from."""
 
 
 class SuccessorStatistics(msgspec.Struct, frozen=True):

@@ -67,15 +67,13 @@ def test_changes_name_tasks_and_bounds(tmp_path, founder, capsys):
         "second",
         "--set",
         'task.names=["builtin/copy"]',
-        "--min-completions",
-        "4",
-        "--max-completions",
-        "8",
+        "--set",
+        "training.num_generations=8",
     ]
     assert successor(tmp_path, "--yes", *options, "--json") == 0
     now = present(tmp_path).manifest
     assert (now.name, [task.id for task in now.tasks]) == ("second", ["builtin/copy"])
-    assert (now.rollouts.min_completions, now.rollouts.max_completions) == (4, 8)
+    assert (now.rollouts.min_completions, now.rollouts.max_completions) == (4, 16)
     error = capsys.readouterr().err
     for line in (
         "~ name: 'test' → 'second'",
@@ -121,7 +119,6 @@ def test_asks_at_a_terminal(tmp_path, founder, capsys, monkeypatch, answer, code
             78,
             "--public contradicts --private and --member",
         ),
-        (["--yes", "--name", "second", "--min-completions", "4"], 78, "must be given together"),
         (["--yes", "--name", "second", "--member", "nobody"], 78, "--member 'nobody'"),
         (["--yes", "--name", "second", "--bootstrap", "nowhere"], 78, "--bootstrap"),
         (["--yes", "--set", "training.temperature=-1"], 78, "training.temperature"),
