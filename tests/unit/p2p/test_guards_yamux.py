@@ -135,6 +135,21 @@ async def test_process_limit_drops_the_largest_connection():
         assert await host.serves()
 
 
+async def test_a_small_connection_that_reaches_the_limit_stays():
+    with processes(guarded(limits={"inbox.PROCESS_BYTES": 8 * MB})) as (host,):
+        async with (
+            attacker.connect(host.address) as honest,
+            attacker.connect(host.address) as hoarder,
+        ):
+            for peer, frames in ((hoarder, 38), (honest, 4)):  # 7.6 and 0.8 MB
+                for _ in range(frames):
+                    stream = await peer.open("/test/hold/1")
+                    await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+                await host.rests()
+            assert hoarder.lost.is_set()
+            assert not honest.lost.is_set()
+
+
 async def test_open_streams_per_peer_are_bounded():
     async def open_streams(host):
         async with attacker.connect(host.address) as peer:

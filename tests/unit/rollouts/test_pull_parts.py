@@ -600,6 +600,15 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
 
 
+def test_a_peer_that_does_not_serve_yet_is_polled_a_second_later():
+    world = World(["h"])
+    world.polls()
+    world.puller.refused("h", world.now)
+    assert world.polls() == []
+    world.now += puller.REFUSED_SECONDS
+    assert world.polls() == ["h"]
+
+
 def test_a_dishonest_cursor_costs_a_rest():
     world = World(["h"])
     world.prove("h")
