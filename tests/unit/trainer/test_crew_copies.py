@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ async def test_lost_steps_are_fetched_again(one):
     assert one.sample(3) is None, "the crew began again at 3"
     await one.followed(one.at(3, by=-0.05))
     assert ids(one.sample(3)) != ahead
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+async def test_stages_of_different_steps_are_not_one_copy(model, nursery, apart):
+    async def policy_copy(spec):
+        return 100, 5 + apart * spec.index, {}
+
+    exchange = SimpleNamespace(
+        channel=SimpleNamespace(spawn=lambda fetch: nursery.start_soon(fetch) or True),
+        fetch=SimpleNamespace(policy_copy=policy_copy),
+    )
+    copy = PolicyCopy(model, lambda: exchange, 4096)
+    copy.sample(0, PROMPTS, Sampling(1, 1), torch.Generator())
+    copy.start_fetch((1, model.config.num_hidden_layers - 1), 5)
+    await trio.testing.wait_all_tasks_blocked()
+    assert [copy.is_at(5), copy.is_at(6)] == [not apart, False]
 
 
 async def test_late_fetch_is_not_written_to_the_next_copy(one):
