@@ -34,9 +34,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.lib.report import columns, heading, make_parser, percentile, table, write_json
+from swarmnode.demo.crew import crew_settings, is_active, stage_of, steps_of, write_model
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.observe.snapshot import NodeSnapshot
-from tests.support.deep_policy import write_deep_model
+from swarmnode.demo.swarm import DemoOptions
 
 STAGES = 4
 POLL_SECONDS = 0.1
@@ -57,38 +57,6 @@ FIRST_STEP = "first step"
 CALM_SECONDS = 5.0
 """Time between two kills, in which neighbours store checkpoints of the stages."""
 KINDS = ("trainer", "disk", "neighbours", "node")
-
-
-def crew_settings(nodes: int, number: int, model: Path) -> dict[str, dict[str, object]]:
-    """Return the configuration of node `number`."""
-    return {
-        "swarm": {"name": "crew"},
-        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "policy": {"model": str(model), "threads": 1},
-        "training": {"eval_every": 10, "save_every": 1.0, "seed": number},
-        "stages": {
-            "mode": "always",
-            "stages": nodes,
-            "checkpoint_every": 5,
-            "trust": ["anyone"],
-        },
-        "http": {"port": 0},
-    }
-
-
-def stage_of(node: DemoNode) -> int | None:
-    """Return the stage that a node holds, or None."""
-    return node.status.stages.crew.stage
-
-
-def is_active(node: DemoNode) -> bool:
-    own = node.status.stages.own
-    return own is not None and own.phase == "active"
-
-
-def steps_of(status: NodeSnapshot) -> int:
-    """Return the number of steps of a node's stage."""
-    return status.stages.own.step if status.stages.own else 0
 
 
 @dataclass(frozen=True)
@@ -237,10 +205,10 @@ def parts_of(log: Path, size: int, killed_at: float, seconds: float | None) -> d
 
 @contextlib.contextmanager
 def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
-    model = write_deep_model(directory / "model", middle=True)
+    options, model = DemoOptions(nodes=nodes, http_port=0), write_model(directory / "model")
     made = []
     for i in range(nodes):
-        settings = crew_settings(nodes, i, model)
+        settings = crew_settings(options, i, model, ["anyone"])
         settings["stages"]["mode"] = mode
         made.append(DemoNode(f"node{i}", directory / f"{mode}{i}", settings))
     running = Crew(made)

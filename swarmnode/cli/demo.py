@@ -24,7 +24,7 @@ class DemoFlags:
         int | None,
         Parameter(
             validator=Number(gte=1, lte=64),
-            help="Honest nodes: 2, or 3 with the embedded policy.",
+            help="Honest nodes: 2, 3 with the embedded policy, or 4 with --crew.",
         ),
     ] = None
     tiny: Annotated[
@@ -60,6 +60,12 @@ class DemoFlags:
             help="Nodes that are killed by SIGKILL and restarted. Implies --tiny.",
         ),
     ] = 0
+    crew: Annotated[
+        Flag,
+        Parameter(
+            help="One crew: the nodes share one embedded policy in stages. Kills one every 20 s."
+        ),
+    ] = False
     data_dir: Annotated[
         Path | None,
         Parameter(
@@ -95,9 +101,10 @@ def demo(*, flags: DemoFlags = NO_FLAGS) -> int:
         kill=flags.kill,
         data_dir=flags.data_dir,
         http_port=flags.http_port,
+        crew=flags.crew,
     )
     if flags.nodes is None and not options.model:
-        options = replace(options, nodes=3)
+        options = replace(options, nodes=4 if flags.crew else 3)
     # The import of torch takes some seconds from a cold disk.
     print(describe(options), flush=True)
     check_torch()
@@ -111,9 +118,9 @@ def _model(flags: DemoFlags) -> str:
         ConfigError: The options contradict each other.
         Unavailable: --real is set, and the model is not installed.
     """
-    if flags.real and (flags.tiny or flags.minutes):
-        raise ConfigError("demo: --real cannot be used with --tiny or --minutes")
-    implied = flags.minutes or flags.solo or flags.byzantine or flags.kill
+    if flags.real and (flags.tiny or flags.crew or flags.minutes):
+        raise ConfigError("demo: --real cannot be used with --tiny, --crew or --minutes")
+    implied = flags.crew or flags.minutes or flags.solo or flags.byzantine or flags.kill
     if flags.tiny or (implied and not flags.real):
         return ""
     if smollm2_is_installed():

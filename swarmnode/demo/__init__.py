@@ -1,4 +1,4 @@
-"""`swarmnode demo`: runs a swarm on this machine, shows it, and judges the result. Its
+"""`swarmnode demo`: runs a swarm on this machine, shows it in a table, and judges the result. Its
 nodes are ordinary `swarmnode run` processes."""
 
 from swarmnode.demo.run import describe, run_demo

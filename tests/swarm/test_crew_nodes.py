@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.deep_policy import write_deep_model
+from swarmnode.policy.build_deep import write_deep_model
 from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import (
     PATIENCE,

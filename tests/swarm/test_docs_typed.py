@@ -54,6 +54,7 @@ NOT_HERE = {
     r"swarmnode run --set policy\.devices=cuda:0,cuda:2": "needs three GPUs",
     r"swarmnode run .*policy\.server\.url=": "needs a server; tests/unit/policy/test_served.py",
     r"swarmnode serve": "runs until Ctrl-C; tests/unit/cli/test_talk.py asks it",
+    r"swarmnode demo --crew": "tests/swarm/test_crew_nodes.py kills members of a crew",
 }
 """Commands that cannot be typed here, and the reason."""
 

@@ -31,8 +31,8 @@ import psutil
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.p2p import identity
+from swarmnode.policy.build_deep import write_deep_model
 from tests.support.cable import Cable
-from tests.support.deep_policy import write_deep_model
 from tests.support.forked_node import ForkedNode, runs
 from tests.support.whole_crew import (
     STAGES,

@@ -42,6 +42,7 @@ def started(monkeypatch):
         ({"byzantine": 1}, "", 3),
         ({"kill": 1, "nodes": 5}, "", 5),
         ({"minutes": 2.0}, "", 3),
+        ({"crew": True}, "", 4),
     ],
 )
 def test_options_choose_the_model(started, flags, model, nodes):
@@ -57,7 +58,7 @@ def test_without_the_package_it_names_the_command_and_trains_the_embedded_policy
         started(installed=False, real=True)
 
 
-@pytest.mark.parametrize("flags", [{"tiny": True}, {"minutes": 1.0}])
+@pytest.mark.parametrize("flags", [{"tiny": True}, {"crew": True}, {"minutes": 1.0}])
 def test_real_contradicts_options_of_the_embedded_policy(started, flags):
     with pytest.raises(ConfigError, match="--real"):
         started(real=True, **flags)

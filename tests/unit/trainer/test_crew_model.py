@@ -11,6 +11,7 @@ from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.model_shape import Shape
 from swarmnode.policy import device
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, probe
 from swarmnode.policy.logprobs import collate
 from swarmnode.stages.crew_messages import StageAssignment
@@ -30,7 +31,6 @@ from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from swarmnode.weights.trainer.lora import A_MARK
 from tests.support.crew_models import opened
-from tests.support.deep_policy import write_deep_model
 from tests.support.largest import Alive
 
 

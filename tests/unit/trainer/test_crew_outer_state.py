@@ -5,6 +5,7 @@ import torch
 
 from swarmnode.config import Config
 from swarmnode.errors import StateError
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.crew_messages import StageAssignment
 from swarmnode.stages.trainer.local_stage import LocalStage
 from swarmnode.stages.trainer.restore import RestoredStage, RestoreSource
@@ -13,7 +14,6 @@ from swarmnode.stages.trainer.stage_averaging import CLOCKS
 from swarmnode.stages.trainer.stage_checkpoints import load_weights, trained
 from swarmnode.weights import local
 from tests.support.crew_models import averaging_of, opened, recovery_of
-from tests.support.deep_policy import write_deep_model
 from tests.support.replica import settle
 
 CREW = b"c" * 32

@@ -11,6 +11,7 @@ import trio.testing
 
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, PeerError
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages.crew_messages import CrewEnd, CrewStart, StageAssignment, TrainerOffer
 from swarmnode.stages.trainer import crew_model
@@ -18,7 +19,6 @@ from swarmnode.stages.trainer.links import CONNECT_SECONDS, connect
 from swarmnode.stages.trainer.runner import StageRunner
 from swarmnode.stages.trainer.stage import Stage
 from tests.support.crew_models import opened, recovery_of
-from tests.support.deep_policy import write_deep_model
 from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32

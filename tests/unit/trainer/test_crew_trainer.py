@@ -7,10 +7,10 @@ from transformers import GPT2Config
 
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, Refused
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.process import Progress
 from swarmnode.stages.trainer.crew_trainer import CrewTrainer, make_trainer
 from swarmnode.trainer.loop import Trainer
-from tests.support.deep_policy import write_deep_model
 
 
 @pytest.fixture(autouse=True)

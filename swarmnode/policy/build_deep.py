@@ -1,12 +1,14 @@
-"""The embedded policy with enough layers for a crew.
+"""Builds the embedded policy with enough layers for a crew: `python -m swarmnode.policy.build_deep
+DIR --layers 8`.
 
-It computes the same function as the embedded policy and can be trained. Besides the two trained
-layers it has random layers whose output projections are zero, so that they initially add nothing to
-the residual stream.
+It computes the same function as the embedded policy and can be trained; `swarmnode demo --crew`
+uses it. Besides the two trained layers it has random layers whose output projections are zero, so
+that they initially add nothing to the residual stream.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -60,3 +62,11 @@ def write_deep_model(
             model.lm_head.weight.copy_(small.model.embed_tokens.weight)
     model.save_pretrained(directory, safe_serialization=True)
     return directory
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the deep embedded policy to a directory.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args()
+    write_deep_model(arguments.directory, arguments.layers, middle=True)
