@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from rich.table import Table
 
 from swarmnode.demo.nodes import DemoNode, Rise
-from swarmnode.demo.output import short
 from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm, make_keys
+from swarmnode.demo.table import node_and_peer, short, slim_table
 from swarmnode.demo.verdict import Finding
 from swarmnode.errors import Unavailable
 from swarmnode.observe.snapshot import NodeSnapshot
@@ -178,14 +179,17 @@ class CrewSwarm(DemoSwarm):
 
     # ---- output ----------------------------------------------------------------------------------
 
-    def line(self) -> str:
+    def table(self, now: float, width: int) -> Table:
+        return crew_table(self.nodes, now, self._kill_text())
+
+    def line(self, now: float) -> str:
         state, rise = head_of(self.nodes)
         shown = lambda node, own: f"{own.phase} {own.source}".rstrip() if own else node.phase
         stages = " | ".join(
             f"stage {stage_of(node)}: {shown(node, node.status.stages.own)}" for node in self.nodes
         )
         return (
-            f"crew {state} step {self.step} held-out"
+            f"{now:4.0f} s  crew {state} step {self.step} held-out"
             f" {short(rise.after)} | {stages}  {self._kill_text()}"
         )
 
@@ -212,6 +216,35 @@ def head_of(nodes: Sequence[DemoNode]) -> tuple[str, Rise]:
     """Return the state of the crew and the held-out reward, which its head reports."""
     head = next((node for node in nodes if stage_of(node) == 0), None)
     return ("none", Rise()) if head is None else (head.status.stages.crew.state, head.rise)
+
+
+def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table:
+    """Return a table with one row per node, sorted by stage. It fits into 80 columns."""
+    state, rise = head_of(nodes)
+    out = slim_table(
+        f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {state}, held-out"
+        f" {short(rise.before)} → {short(rise.after)}",
+        caption,
+    )
+    for heading in ("stage", "node", "phase"):
+        out.add_column(heading)
+    for heading in ("step", "source", "in s", "age", "tok/s", "restarts"):
+        out.add_column(heading, justify="right")
+    last = len(nodes)
+    for node in sorted(nodes, key=lambda n: last if (at := stage_of(n)) is None else at):
+        own = node.status.stages.own
+        out.add_row(
+            _format_optional(stage_of(node), "d"),
+            node_and_peer(node),
+            own.phase if own else node.phase,
+            str(steps_of(node.status)),
+            own.source if own and own.source else "–",
+            _format_optional(own.source_seconds if own else None, ".1f"),
+            _format_optional(own.checkpoint_age_steps if own else None, "d"),
+            _format_optional(own.tokens_per_second if own else None, ".0f"),
+            str(sum(node.status.supervisor.restarts.values())),
+        )
+    return out
 
 
 def format_kill(kill: StageKill) -> str:

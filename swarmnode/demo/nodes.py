@@ -85,6 +85,48 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     snapshot: NodeSnapshot
 
 
+class Pace:
+    """Time in the present phase, and an estimate of the time that is left. Pure: times are
+    arguments, in seconds."""
+
+    def __init__(self) -> None:
+        self._phase, self._since, self._now = "", 0.0, 0.0
+        self._evaluation_seconds = 0.0
+        self._began: float | None = None
+        """End of the first evaluation."""
+        self._step, self._stepped_at = 0, 0.0
+        self._evaluated = -1
+
+    def observe(self, now: float, phase: str, step: int, evaluated: int) -> None:
+        """Record a poll. evaluated: step of the last evaluation, -1 before the first one."""
+        if phase != self._phase:
+            if self._phase == "evaluating" and self._began is None:
+                self._evaluation_seconds, self._began = now - self._since, now
+            self._phase, self._since = phase, now
+        if step > self._step:
+            self._step, self._stepped_at = step, now
+        self._evaluated, self._now = evaluated, now
+
+    @property
+    def phase_seconds(self) -> float:
+        """Time from the start of the present phase to the last poll."""
+        return self._now - self._since
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Return the time until `steps` steps and the last evaluation are done, if each takes as
+        long as before; None before the first step."""
+        if self._evaluated >= steps:
+            return 0.0
+        if self._began is None or not self._step:
+            return None
+        if self._step >= steps:
+            done = self.phase_seconds if self._phase == "evaluating" else 0.0
+            return max(0.0, self._evaluation_seconds - done)
+        each = (self._stepped_at - self._began) / self._step
+        since = min(each, self._now - self._stepped_at)
+        return each * (steps - self._step) - since + self._evaluation_seconds
+
+
 class DemoNode:
     """One node of the demo.
 
@@ -102,6 +144,7 @@ class DemoNode:
         self.phase = "starting"
         self.has_responded = False
         """True if the current process has responded to a poll."""
+        self.pace = Pace()
         self.log_file = directory / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -172,6 +215,7 @@ class DemoNode:
                 self.phase = "down"
             else:
                 self.phase = "no answer" if self.has_responded else "starting"
+        self.pace.observe(time.monotonic(), self.phase, self.report.step, self.rise.step)
 
     @property
     def report(self) -> Report:

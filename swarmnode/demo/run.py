@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from swarmnode import environment
 from swarmnode.config import TaskConfig
 from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
-from swarmnode.demo.output import answers, print_verdict, status_line
 from swarmnode.demo.swarm import RETURN_SECONDS, START_SECONDS, DemoOptions, DemoSwarm, make_keys
+from swarmnode.demo.table import answers, print_verdict, status_line, table
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
 
@@ -90,6 +94,7 @@ def run_demo(options: DemoOptions) -> int:
     Raises:
         Unavailable: The first node did not start, or the directory cannot be created.
     """
+    console = Console()
     temporary = options.data_dir is None
     directory = (
         Path(tempfile.mkdtemp(prefix="swarmnode-demo-"))
@@ -104,21 +109,22 @@ def run_demo(options: DemoOptions) -> int:
     swarm = (CrewSwarm if options.crew else Swarm)(options, directory)
     with _stop_on_signal() as stop:
         try:
-            swarm.start()
-            swarm.watch(stop)
+            swarm.start(console)
+            swarm.watch(console, stop)
         finally:
             swarm.end()
     findings = swarm.findings()
     ok = all(finding.ok for finding in findings)
     if shown := answers(swarm.nodes):
-        print(shown)
-    print_verdict(findings)
+        console.print(Text(shown), soft_wrap=not console.is_terminal)
+    print_verdict(console, findings)
     if ok and options.model:
-        print("\n".join(chat_commands(swarm.nodes[0].config_file)))
+        for line in chat_commands(swarm.nodes[0].config_file):
+            console.print(line, soft_wrap=True, highlight=False)
     if ok and temporary and not options.model:
         shutil.rmtree(directory, ignore_errors=True)
     else:
-        print(f"logs and state are in {directory}")
+        console.print(f"logs and state are in {directory}", soft_wrap=True)
     return 0 if ok else 1
 
 
@@ -167,8 +173,8 @@ class Swarm(DemoSwarm):
         self._steps = REAL_STEPS if options.model and not options.keep_running else None
         self._first_answers_shown = False
 
-    def start(self) -> None:
-        super().start()
+    def start(self, console: Console) -> None:
+        super().start(console)
         if self.liars:
             # Liars dial all nodes, because honest nodes do not report banned peers.
             addresses = [
@@ -207,13 +213,28 @@ class Swarm(DemoSwarm):
             return min(node.report.step for node in self.nodes) / self._steps
         return (now - self._learning_since) / (self._options.minutes * 60)
 
+    def _clock(self, now: float) -> str:
+        """Return the time since the start, and the time that is left once it can be estimated."""
+        left: list[float | None] = [None]
+        if self._steps is not None:
+            left = [node.pace.seconds_left(self._steps) for node in self.nodes]
+        elif self._learning_since is not None and not self._options.keep_running:
+            left = [self._learning_since + self._options.minutes * 60 - now]
+        known = [each for each in left if each is not None]
+        if len(known) < len(left):
+            return f"{now:.0f} s"
+        return f"{now:.0f} s, about {max(0.0, *known):.0f} s left"
+
     def end(self) -> None:
         super().end()
         for liar in self.liars:
             liar.kill()
 
-    def line(self) -> str:
-        return status_line(self.all_nodes, self._steps)
+    def table(self, now: float, width: int) -> Table:
+        return table(self.all_nodes, self._clock(now), self._steps, width)
+
+    def line(self, now: float) -> str:
+        return status_line(self.all_nodes, self._clock(now), self._steps)
 
     def news(self) -> Sequence[str]:
         """Return a held-out question with its answer before training, once it is known."""

@@ -5,8 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.verdict import Finding
@@ -15,7 +21,7 @@ START_SECONDS = 120.0
 RETURN_SECONDS = 60.0
 """Longest extension of a demo to see a killed node or stage return."""
 LINE_INTERVAL = 10.0
-"""Seconds between lines."""
+"""Seconds between lines, if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +68,39 @@ class DemoSwarm:
         self._crashed: list[str] = []
         self._started = time.monotonic()
 
-    def start(self) -> None:
+    def start(self, console: Console) -> None:
         """Start the first node, wait until it listens, and start the other nodes, which join
         through it."""
         self.nodes[0].start([])
         self._first = self.nodes[0].wait_for_address(time.monotonic() + START_SECONDS)
         for node in self.nodes[1:]:
             node.start(self._first)
-        print(
+        console.print(
             f"started {len(self.nodes)} nodes; status page of the first: {self.nodes[0].url}/",
-            flush=True,
+            soft_wrap=True,
         )
 
-    def watch(self, stop: threading.Event) -> None:
+    def watch(self, console: Console, stop: threading.Event) -> None:
         """Show the nodes until the demo is over, a node ends, or `stop` is set."""
         printed = 0.0
-        while not stop.wait(self.poll_interval):
-            for node in self.all_nodes:
-                node.poll()
-            now = time.monotonic() - self._started
-            if not all(node.alive() for node in self.all_nodes):
-                return
-            self.update(now)
-            for text in self.news():
-                print(text, flush=True)
-            if now - printed >= LINE_INTERVAL:
-                printed = now
-                print(f"{now:4.0f} s  {self.line()}", flush=True)
-            if self.is_over(now):
-                return
+        live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
+        with live or nullcontext():
+            while not stop.wait(self.poll_interval):
+                for node in self.all_nodes:
+                    node.poll()
+                now = time.monotonic() - self._started
+                if not all(node.alive() for node in self.all_nodes):
+                    return
+                self.update(now)
+                for text in self.news():
+                    console.print(Text(text), soft_wrap=not console.is_terminal)
+                if live is not None:
+                    live.update(self.table(now, console.width))
+                elif now - printed >= LINE_INTERVAL:
+                    printed = now
+                    console.print(self.line(now), soft_wrap=True)
+                if self.is_over(now):
+                    return
 
     def end(self) -> None:
         """Poll all nodes once more, record those that have ended, and stop the others."""
@@ -115,14 +125,18 @@ class DemoSwarm:
         raise NotImplementedError
 
     def news(self) -> Sequence[str]:
-        """Return texts to print once."""
+        """Return texts to print once, above the table."""
         return ()
 
     def is_over(self, now: float) -> bool:
         raise NotImplementedError
 
-    def line(self) -> str:
-        """Return the status of the nodes as one line."""
+    def table(self, now: float, width: int) -> Table:
+        """Return the table for a terminal."""
+        raise NotImplementedError
+
+    def line(self, now: float) -> str:
+        """Return the same facts as one line."""
         raise NotImplementedError
 
     def findings(self) -> list[Finding]:

@@ -1,12 +1,13 @@
-"""The demo's lines and answers."""
+"""The demo's tables fit into 80 columns: each row is one line, and no cell is cut."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.demo.output import answers, status_line
+from swarmnode.demo.table import answers, table
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
@@ -58,15 +59,11 @@ def node(directory: Path, name: str, phase: str = "trying the policy") -> DemoNo
     return made
 
 
-@pytest.mark.parametrize("steps", [None, 12])
-def test_a_line_has_the_state_of_each_node(tmp_path, steps):
-    nodes = [node(tmp_path, "node0", "evaluating"), node(tmp_path, "node1")]
-    nodes[1].status = NodeSnapshot()
-    step = "1234" if steps is None else "12 of 12"
-    assert status_line(nodes, steps) == (
-        f"node0 evaluating, step {step}, reward 0.41, held-out 0.46, used 12345, averaged 123"
-        " | node1 trying the policy"
-    )
+def lines(shown: object, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(shown)
+    return console.export_text().splitlines()
 
 
 def sample(step: int, answer: str, reward: float, held_out: bool = True) -> bytes:
@@ -112,7 +109,7 @@ def test_node_is_down_only_after_its_process_ended(tmp_path, exit_code, answered
     one.has_responded = answered
     one.poll()
     assert (one.phase, one.report.step) == (phase, 1234)
-    assert phase in status_line([one])
+    assert any(phase in row for row in lines(table([one], "1 s", None, 80), 80))
 
 
 def test_a_poll_reads_what_a_node_serves(tmp_path, monkeypatch):
