@@ -7,24 +7,34 @@
 
 An engine or method that does not work with the model is not used (`ways.py`), and the next one is
 tried. A model that cannot be sampled from or trained at all is refused in one line before training
-starts.
+starts. A trainer stores the result of a trial and does not repeat it for the same model on the same
+machine (`try_once`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
+import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import torch
+import transformers
 
+from swarmnode import __version__
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
+from swarmnode.files import write_atomically
 from swarmnode.model_defaults import is_on_hub
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.selector import EngineChoice, Kind, answered
+from swarmnode.policy.fingerprint import canonical
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs, logprobs_by
@@ -54,13 +64,11 @@ class Trial:
     refused: Sequence[str]
     """Methods that are not used, with the reason."""
     seconds: float
-    """Duration."""
+    """Duration; 0 if the result was recorded at an earlier start."""
 
     def __str__(self) -> str:
-        found = (
-            f"{self.tokens} tokens sampled ({self.engine}), scored and trained on in"
-            f" {self.seconds:.1f} s"
-        )
+        when = f"in {self.seconds:.1f} s" if self.seconds else "at an earlier start"
+        found = f"{self.tokens} tokens sampled ({self.engine}), scored and trained on {when}"
         return "; ".join([found, *(f"not used: {way}" for way in self.refused)])
 
 
@@ -113,6 +121,74 @@ def try_loaded(
     unused = [f"{way} ({why})" for way, why in refused(policy).items()]
     sampled = sum(row.tokens for row in rows)
     return Trial(sampled, engine, warnings, unused, time.monotonic() - started)
+
+
+class TrialRecord(msgspec.Struct, frozen=True):
+    """A passed trial, as stored in the data directory."""
+
+    key: str
+    """Hash of everything that the result depends on, see `trial_key`."""
+    trial: Trial
+    obstacles: dict[str, str]
+    """`Policy.obstacles` after the trial."""
+    measured: dict[str, float]
+
+
+def try_once(
+    cfg: PolicyConfig,
+    policy: Policy,
+    training: TrainingConfig,
+    path: Path,
+    alive: Callable[[], None] = lambda: None,
+    report: Callable[[int, int], None] = lambda part, parts: None,
+) -> Trial:
+    """Return the recorded trial of this policy, or try it and record the result.
+
+    A trial with warnings is not recorded, because free memory may cause them.
+
+    Args:
+        path: File of the record. A damaged one is replaced.
+
+    Raises:
+        Unavailable, DeviceError: See `try_loaded`.
+    """
+    key = trial_key(cfg, policy, training)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        record = msgspec.json.decode(path.read_bytes(), type=TrialRecord)
+        if record.key == key:
+            policy.obstacles.update(record.obstacles)
+            policy.measured.update(record.measured)
+            return replace(record.trial, seconds=0.0)
+    trial = try_loaded(cfg, policy, training, alive, report)
+    if not trial.warnings:
+        record = TrialRecord(key, trial, policy.obstacles, policy.measured)
+        write_atomically(path, msgspec.json.encode(record))
+    return trial
+
+
+def trial_key(cfg: PolicyConfig, policy: Policy, training: TrainingConfig) -> str:
+    """Return a hash of model, settings, versions and device."""
+    facts = [
+        policy.fingerprint.hex(),
+        policy.tokenizer_hash.hex(),
+        cfg.model_dump_json(exclude={"server"}),
+        [training.max_completion_length, training.temperature, sorted(training.options)],
+        [__version__, torch.__version__, transformers.__version__],
+        [str(policy.device), str(policy.dtype), policy.is_spread, processor(policy.device)],
+    ]
+    return hashlib.sha256(canonical(facts)).hexdigest()
+
+
+def processor(device: torch.device) -> str:
+    """Return the name of a GPU or of this machine's CPU, with the instruction set that torch
+    uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # Linux only
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    names = [line for line in lines if line.startswith("model name")] or [platform.machine()]
+    return f"{names[0]} {torch.backends.cpu.get_cpu_capability()}"
 
 
 # ---- sampling ------------------------------------------------------------------------------------

@@ -9,10 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-from swarmnode.config import Config
+from swarmnode import settings
+from swarmnode.config import Config, TaskConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
+from swarmnode.files import PUBLIC_FILE, write_atomically
+from swarmnode.swarm.card import FILE, CardTask, card
+from swarmnode.swarm.manifest import settings_text
+from swarmnode.tasks.registry import task_version
 
 CHILD = "swarmnode.trainer.export"
+CARD_SETTINGS = (
+    "policy.lora.r",
+    "training.advantage",
+    "training.learning_rate",
+    "training.loss_type",
+    "training.max_completion_length",
+    "training.num_generations",
+    "training.options",
+    "training.temperature",
+    "training.top_p",
+)
+"""Settings that a model card lists."""
 CHILD_ERRORS = {
     kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
 }
@@ -49,4 +66,23 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
             lines[-1] if lines else f"export ended with {done.returncode}"
         )
     export_info: dict[str, object] = json.loads(lines[-1])
+    terms = {key: settings.value(config, key) for key in CARD_SETTINGS}
+    try:
+        text = card(export_info, card_tasks(config.task), terms)
+        write_atomically(target / FILE, text.encode(), PUBLIC_FILE)
+    except OSError as error:
+        raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
     return export_info
+
+
+def card_tasks(tasks: TaskConfig) -> list[CardTask]:
+    """Return the tasks of a configuration for a model card."""
+    hub = {
+        name: dataset.source
+        for name, dataset in tasks.datasets.items()
+        if dataset.revision is not None
+    }
+    return [
+        CardTask(name, task_version(name), settings_text(name), hub.get(name, ""))
+        for name in tasks.names
+    ]

@@ -29,7 +29,7 @@ from swarmnode.link.messages import Hello, Welcome
 from swarmnode.pauses import PauseFlag, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.trial import try_loaded
+from swarmnode.policy.trial import try_once
 from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.rollouts.trainer.judge import Judgement
@@ -125,17 +125,19 @@ class Trainer:
                 loop.run()
 
     def _run_trial(self, policy: Policy) -> None:
-        """Run a trial of the policy before training.
+        """Run a trial of the policy before training, or read the record of an earlier one.
 
         Raises:
             LocalError: The policy cannot be trained on this machine.
         """
         report = lambda part: self._progress(f"loading, trying the policy{part}")
         report("")
-        trial = try_loaded(
-            self._config.policy,
+        cfg, path = self._config, self._config.node.data_dir / "trainer" / "trial.json"
+        trial = try_once(
+            cfg.policy,
             policy,
-            self._config.training,
+            cfg.training,
+            path,
             self._progress.alive,
             lambda done, count: report(f", part {done} of {count}"),
         )

@@ -7,16 +7,19 @@ update are passed to the server through a directory.
     Served          the engine: one HTTP request for a group of completions
     ServedWeights   writes, loads and checks the weights of the server (served_weights.py)
 
-A response that cannot be right, or that comes from weights other than this node's, is not trained
-on. After such a response the own engine takes over, and the server is retried later.
+A response that cannot be right, that comes from weights other than this node's, or whose text the
+policy would not have sampled, is not trained on. After such a response the own engine takes over,
+and the server is retried later.
 """
 
 from __future__ import annotations
 
 import math
 import queue
+import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
 from swarmnode.policy.engine.vllm import Completion, Question, ServerStatistics, VllmServer
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import Row, score_with_entropy
 from swarmnode.policy.text import PromptTooLong
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -62,6 +66,11 @@ REASON_CHARACTERS = 300
 """Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
 """Range of a valid log-probability: LOWEST to ROUNDING. vLLM sends −9999 in place of NaN."""
+CHECKED_ANSWERS = 64
+"""Number of latest answers, one of each group, whose text is checked."""
+DRIFT, SIGMAS = 0.1, 6.0
+"""Mean excess per token in nats that a few updates since sampling explain, and standard deviations
+that chance explains."""
 
 
 # ---- the server, or the own engine ---------------------------------------------------------------
@@ -279,6 +288,7 @@ class Served:
         self._server, self._weights, self._policy = server, weights, policy
         self._sampling, self._alive, self._clock = sampling, alive, clock
         self._unused = unused_ids(policy)
+        self._check = TextCheck(policy, sampling.temperature)
         self._asked: dict[int, PendingRequest] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, list[Completion] | Exception]] = (
@@ -352,6 +362,9 @@ class Served:
             if isinstance(answer, Exception):
                 raise ServerFailed("answer", f"{type(answer).__name__}: {answer}")
             done.append(FinishedRequest(number, self._sample(asked, answer)))
+        if version is not None:
+            for one in done:
+                self._check(one.sample)
         self._alive()
         self._watch(bool(done), self._clock() - started)
         return done
@@ -441,6 +454,41 @@ class Served:
                 self._waiting.get_nowait()
         for _ in self._workers:
             self._waiting.put(None)
+
+
+class TextCheck:
+    """Check that the policy may have sampled a server's answers.
+
+    A server that returns another text can report that text's true log-probabilities. In samples of
+    the policy, surprise minus entropy has mean 0 at every token, so its sum over n tokens is at
+    most DRIFT · n + SIGMAS · √(variance · n).
+    """
+
+    def __init__(self, policy: Policy, temperature: float) -> None:
+        self._policy, self._temperature = policy, temperature
+        # SmolLM2's variance is 1.0, 2.1 and 7.7 nats² at temperatures 0.7, 1 and 1.5.
+        self._variance = 2.0 * max(1.0, temperature) ** 4
+        self._latest: deque[tuple[float, int]] = deque(maxlen=CHECKED_ANSWERS)
+        """Surprise minus entropy, and number of tokens, of each answer."""
+
+    def __call__(self, group: GroupSample) -> None:
+        """Check one answer of a group, which the server cannot predict, with the latest ones.
+
+        Raises:
+            ServerFailed: The policy would not have sampled these answers.
+        """
+        ids = secrets.choice(group.completions).ids
+        row = Row(group.prompt_ids, ids)
+        ((chosen, spread),) = score_with_entropy(self._policy, [row], self._temperature)
+        self._latest.append((-math.fsum(chosen) - math.fsum(spread), len(ids)))
+        excess = math.fsum(each for each, _ in self._latest)
+        tokens = sum(count for _, count in self._latest)
+        if not excess <= DRIFT * tokens + SIGMAS * math.sqrt(self._variance * tokens):
+            raise ServerFailed(
+                "answer",
+                f"answers that the policy would not have sampled: surprise minus entropy is"
+                f" {excess / tokens:.2f} nats in {tokens} tokens",
+            )
 
 
 def unused_ids(policy: Policy) -> list[int]:

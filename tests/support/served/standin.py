@@ -49,6 +49,7 @@ ANSWER_FAULTS = {
     "huge": "exceeds",
     "half": "closed",
     "moved": "returned status 307",
+    "invented": "would not have sampled",
 }
 """Fault of an answer to `generate` → words of the log line that reports it."""
 
@@ -265,6 +266,8 @@ class StandIn:
                     logits[:, int(token)] += value
                 chances = torch.log_softmax(logits.float() / temperature, -1)
                 drawn = torch.multinomial(chances.exp(), 1, generator=draws)[:, 0]
+                if self.fault == "invented":  # true log-probabilities of another text
+                    drawn = chances.topk(24).indices[:, -1]
                 for row, token, chance in zip(alive, drawn, chances, strict=True):
                     ids[row].append(int(token))
                     scores[row].append(float(chance[token]))

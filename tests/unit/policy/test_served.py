@@ -19,10 +19,10 @@ from swarmnode.policy.engine import vllm as vllm_module
 from swarmnode.policy.engine.client import JsonClient, ServerFailed
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.engine.selector import select_engine
-from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
+from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst, TextCheck
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.vllm import VllmServer
-from swarmnode.policy.generate import Sampling
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
@@ -292,6 +292,28 @@ def test_invalid_answers_are_not_trained_on(first, fault):
     drained(submitted(engine))
     assert engine.kind() == "served"
     assert (engine.server().state, engine.server().version) == ("sampling", "0.32.0")
+
+
+@pytest.mark.parametrize(("share", "caught"), [(0.0, False), (0.1, True)])
+def test_a_mark_in_every_tenth_answer_is_detected(loaded, share, caught):
+    policy, sampling = loaded[4].clone(), Sampling(8, 16)
+    check, rng = TextCheck(policy, 1.0), policy.random_generator(1)
+    mark = policy.encode_prompt("7")[-1:] * 8
+
+    def serve():
+        for step in range(48):
+            samples = generate(policy, PROMPTS, sampling, rng)
+            for group in samples:
+                for number, completion in enumerate(group.completions):
+                    if (step + number) % 10 < 10 * share:
+                        completion.ids[-1:] = mark
+                check(group)
+
+    if caught:
+        with pytest.raises(ServerFailed, match="would not have sampled"):
+            serve()
+    else:
+        serve()
 
 
 @pytest.mark.parametrize("fault", ["ignores_weights", "ignores_adapter", "other_model"])

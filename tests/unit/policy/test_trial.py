@@ -12,6 +12,7 @@ from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import DeviceFacts
 from swarmnode.errors import Unavailable
 from swarmnode.policy import logprobs
+from swarmnode.policy import trial as trial_module
 from swarmnode.policy.decode import pads
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Request
@@ -22,7 +23,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PromptTooLong
-from swarmnode.policy.trial import long_row, try_loaded
+from swarmnode.policy.trial import long_row, try_loaded, try_once
 from swarmnode.policy.ways import Row, trial_rows
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
@@ -105,6 +106,58 @@ def test_a_trial_warns_of_answers_that_do_not_fit(opened):
     assert try_loaded(cfg, policy, TrainingConfig(max_completion_length=8)).warnings == []
     facts = DeviceFacts(trial=str(trial), trial_warnings=trial.warnings)
     assert checks.check_trial(facts).level == "warn"
+
+
+# --- a passed trial is not repeated
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Trials that ran, by answer length."""
+    ran, run = [], trial_module.try_loaded
+
+    def count(cfg, policy, training, *callbacks):
+        ran.append(training.max_completion_length)
+        return run(cfg, policy, training, *callbacks)
+
+    monkeypatch.setattr(trial_module, "try_loaded", count)
+    return ran
+
+
+def test_a_passed_trial_is_recorded_and_not_repeated(opened, counted, tmp_path):
+    cfg, policy = opened("gpt2")
+    path = tmp_path / "trainer" / "trial.json"
+    first = try_once(cfg, replace(policy, obstacles={}), TRAINING, path)
+    again = replace(policy, obstacles={}, measured={})
+    second = try_once(cfg, again, TRAINING, path)
+    assert counted == [24]
+    assert replace(second, seconds=first.seconds) == first
+    assert "at an earlier start" in str(second)
+    assert again.obstacles["one pass"] == "", "its methods are known"
+    assert "written-out step" in "".join(first.refused)
+    assert [e.name for e in path.parent.iterdir()] == ["trial.json"]
+
+
+def test_a_changed_setting_or_a_damaged_record_repeats_the_trial(opened, counted, tmp_path):
+    cfg, policy = opened("gpt2")
+    path = tmp_path / "trial.json"
+    shorter = TrainingConfig(max_completion_length=8)
+    another = cfg.model_copy(update={"dtype": "float32"})
+    for settings, training in ((cfg, TRAINING), (cfg, shorter), (another, shorter)):
+        try_once(settings, policy, training, path)
+    path.write_bytes(path.read_bytes()[:-9])
+    try_once(another, policy, shorter, path)
+    try_once(another, policy, shorter, path)
+    assert counted == [24, 8, 8, 8]
+
+
+def test_a_trial_with_a_warning_is_repeated(opened, counted, tmp_path):
+    cfg, policy = opened("gpt2")
+    for _ in range(2):
+        assert try_once(
+            cfg, policy, TrainingConfig(max_completion_length=200), tmp_path / "trial.json"
+        ).warnings
+    assert counted == [200, 200]
 
 
 class Asks:
