@@ -111,12 +111,6 @@ every second proposal of each other."""
 MEASURED_PACES: Final = 5
 """Own outer steps over which the duration of a training step is measured. The median of the
 intervals between them ignores a pause of the training."""
-SHORT_SECONDS: Final = 5.0
-"""Least duration of a failed swap in the backoff formula, or one gap if that is less."""
-FAILURE_FACTOR: Final = 4.0
-"""First backoff of a peer after a failed swap, in units of the swap's duration."""
-FALSE_DATA_SECONDS: Final = 300.0
-"""First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
 PARTNERS: Final = 256
 """Peers that are remembered."""
@@ -379,7 +373,7 @@ class SwapService:
             self._report_false_data(peer, "weights_malformed")
         except PeerError as error:
             log.info("swap proposal failed: peer=%s error=%s", peer, error)
-            self._fail(peer, PROPOSE_SECONDS)
+            self._fail(peer)
         if self._swaps.get(fragment) is not swap:
             # The peer proposed too and its proposal won, or the trainer has left.
             swap.over.set()
@@ -395,7 +389,7 @@ class SwapService:
             case Refused(id=swap.id):
                 outcome = "refused"
                 if answer.reason == "stranger":
-                    self._fail(peer, PROPOSE_SECONDS)
+                    self._fail(peer)
             case None:
                 pass
             case _:
@@ -648,13 +642,12 @@ class SwapService:
             # If this node's gate refused, the partner may still apply the payload.
             if swap.copy is not None and cause != "gate":
                 self._store.withdraw(swap.copy.offer)
-            held = max(now - swap.began, self._short_seconds)
             if cause in FALSE_DATA:
                 self._report_false_data(swap.peer, f"weights_{cause}")
             elif cause == "gate" and swap.ended is not None and local.OUTCOMES[swap.ended.outcome]:
                 self._report_false_data(swap.peer, f"weights_{swap.ended.outcome}")
             elif cause not in OWN_FAILURES:
-                self._fail(swap.peer, FAILURE_FACTOR * held)
+                self._fail(swap.peer)
         else:
             outcomes["applied"] += 1
             self.statistics.seconds += now - swap.began
@@ -677,10 +670,11 @@ class SwapService:
     def _report_false_data(self, peer: str, reason: str) -> None:
         """Lower the reputation and lengthen the backoff of a peer that provably sent false data."""
         self._network.rejected(peer, reason, PROOF)
-        self._fail(peer, FALSE_DATA_SECONDS)
+        self._fail(peer)
 
-    def _fail(self, peer: str, seconds: float) -> None:
-        self._partner(peer).backoff.fail(trio.current_time(), seconds)
+    def _fail(self, peer: str) -> None:
+        """Lengthen the backoff of a peer. Its first one is a gap."""
+        self._partner(peer).backoff.fail(trio.current_time(), max(PAUSE_SECONDS, self._gap))
 
     def _known(self, peer: str) -> Partner:
         """Return the state of the peer for reading; a new peer is not stored."""
@@ -744,11 +738,6 @@ class SwapService:
     def _gap(self) -> float:
         """Seconds between two outer steps of any two fragments."""
         return self._interval / max(1, len(self._replica.limits))
-
-    @property
-    def _short_seconds(self) -> float:
-        """Least duration of a failed swap in the backoff formula, seconds."""
-        return min(SHORT_SECONDS, self._gap or SHORT_SECONDS)
 
     @property
     def _copy_seconds(self) -> float:

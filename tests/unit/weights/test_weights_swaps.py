@@ -26,7 +26,7 @@ from swarmnode.weights.network.discovery import (
     ASK_SECONDS,
     FRESH_SECONDS,
 )
-from swarmnode.weights.network.swaps import FALSE_DATA_SECONDS, LONGEST_BACKOFF_SECONDS, PeerBackoff
+from swarmnode.weights.network.swaps import LONGEST_BACKOFF_SECONDS, PeerBackoff
 from tests.support.swaps import (
     BLOCKS,
     DELAY,
@@ -252,7 +252,6 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         assert a.rejected == ([("b", f"weights_{outcome}")] if lied else [])
         left = a.exchange._known("b").backoff.until - trio.current_time()
         assert (left > 0) == (cause == "gate")
-        assert (left > 0.9 * FALSE_DATA_SECONDS) == lied
         assert b.applied == {"a": 1}
         assert all(offer.transfer not in a.store.ended for offer in a.store.offered) == (
             cause == "gate"
