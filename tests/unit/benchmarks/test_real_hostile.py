@@ -42,7 +42,7 @@ def test_groups_of_a_hostile_peer_are_judged_and_counted(scorer, tmp_path, stage
 
 
 def test_a_quarter_of_eight_is_hostile_and_the_rest_is_measured(scorer, tmp_path):
-    arguments = ("natural preface", "product", 1, SIZE, scorer, {}, {}, tmp_path)
+    arguments = ("natural preface", "product", 2, SIZE, scorer, {}, {}, tmp_path)
     cell = real_hostile.WatchedCell(*arguments, nodes=8)
     hostile = [isinstance(node, real_hostile.HostileNode) for node in cell.swarm.nodes]
     assert hostile == [False] * 6 + [True] * 2
