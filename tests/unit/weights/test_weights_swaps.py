@@ -462,6 +462,13 @@ async def test_candidates_have_a_recent_claim_of_the_same_policy(alone, autojump
     assert alone.candidates() == []
 
 
+async def test_greylisted_peer_is_no_candidate(alone):
+    alone.received("x", alone.claim())
+    alone.received("y", alone.claim())
+    alone._network.is_allowed = lambda peer: peer != "x"
+    assert alone.candidates() == ["y"]
+
+
 async def test_claims_are_requested_at_intervals(alone, autojump_clock):
     alone.received("x", alone.claim())
     assert alone._peers_to_ask() == ["y"]
