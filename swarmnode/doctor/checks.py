@@ -133,9 +133,10 @@ def check_disk(f: DirectoryFacts) -> Check:
 @dataclass(frozen=True)
 class KeyFacts:
     path: str
-    state: Literal["absent", "good", "unreadable", "damaged"] = "absent"
+    state: Literal["absent", "good", "unreadable", "unusable"] = "absent"
     mode: int = 0o600
     detail: str = ""
+    remedy: str = ""
 
 
 def check_key(f: KeyFacts) -> Check:
@@ -156,9 +157,8 @@ def check_key(f: KeyFacts) -> Check:
             "run as the user that owns it, or restore it from its backup",
             UNAVAILABLE,
         )
-    if f.state == "damaged":
-        remedy = f"restore it (swarmnode key import), or move {f.path} away to start as a new peer"
-        return fail(name, f"{f.path} is not a key: {f.detail}", remedy, UNAVAILABLE)
+    if f.state == "unusable":
+        return fail(name, f.detail, f.remedy, UNAVAILABLE)
     return ok(name, "present; only its owner can read it")
 
 

@@ -47,7 +47,7 @@ from swarmnode.doctor.checks import (
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, classify_address
-from swarmnode.p2p.pem import read_key
+from swarmnode.p2p.pem import UnusableKey, read_key
 from swarmnode.policy.convert import prepare
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.vllm import VllmServer
@@ -122,8 +122,8 @@ def key(path: Path) -> KeyFacts:
         return KeyFacts(str(path), "unreadable", detail=error.strerror or str(error))
     try:
         read_key(data, path)
-    except StateError as error:
-        return KeyFacts(str(path), "damaged", mode, str(error).partition(" is ")[2])
+    except UnusableKey as error:
+        return KeyFacts(str(path), "unusable", mode, error.problem, error.remedy)
     return KeyFacts(str(path), "good", mode)
 
 

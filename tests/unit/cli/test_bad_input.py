@@ -133,7 +133,7 @@ def test_a_directory_states_its_format(node, capsys):
 @pytest.mark.parametrize(
     ("file", "words", "code", "problem"),
     [
-        ("identity.key", "run", 69, "is not a PEM key; restore or remove it"),
+        ("identity.key", "run", 69, "is not a PEM key; restore it"),
         ("manifest/current", "run", 69, "join again"),
         ("manifest", "run", 69, "is damaged"),
         ("config.toml", "run", 78, "config.toml"),

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import trio
@@ -51,9 +52,13 @@ def test_key_states_are_recognised(tmp_path):
     path.chmod(0o644)
     assert probes.key(path).mode == 0o644
     path.write_bytes(path.read_bytes()[:60])
-    assert probes.key(path).state == "damaged"
+    assert probes.key(path).state == "unusable"
     path.write_bytes(b"ssh-ed25519 AAAA")
-    assert probes.key(path).state == "damaged"
+    assert probes.key(path).state == "unusable"
+    path.write_bytes(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    found = checks.check_key(replace(probes.key(path), mode=0o600))
+    assert "has a passphrase" in found.text
+    assert "openssl pkey -in" in found.remedy
 
 
 def test_own_peer_id_is_read_from_the_key(tmp_path):
