@@ -21,9 +21,13 @@ from swarmnode.config import Config, PolicyConfig, ServerSettings, WeightsConfig
 from swarmnode.errors import DeviceError
 from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
-from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.engine.selector import OwnEngine, answered, select_engine
+from swarmnode.policy.engine.selector import (
+    OwnEngine,
+    TrainingContinuous,
+    answered,
+    select_engine,
+)
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.vllm import ServerStatistics, VllmServer
@@ -432,7 +436,7 @@ class WholePolicy:
             if groups is not None:
                 return groups
         if own is not None and own.kind == "continuous":
-            return answered(Continuous(self._policy, batcher, sampling, rng), prompts)
+            return answered(TrainingContinuous(self._policy, batcher, sampling, rng), prompts)
         return batcher.generate(self._policy, prompts, sampling, rng)
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:

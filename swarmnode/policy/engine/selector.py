@@ -12,13 +12,15 @@ from typing import Literal
 import structlog
 import torch
 
+from swarmnode.errors import EngineGone, LocalError, SwarmNodeError
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Generation, Request
+from swarmnode.policy.engine.protocol import FinishedRequest, Generation, Request
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.slots import unsuited
+from swarmnode.policy.ways import reason
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -60,6 +62,22 @@ class EngineChoice:
         return cls("continuous", f"answers of more than {SHORT} tokens")
 
 
+class TrainingContinuous(Continuous):
+    """The continuous engine, with the remedy in the error if it fails during training."""
+
+    def finished(self, version: int) -> list[FinishedRequest]:
+        try:
+            return super().finished(version)
+        except (SwarmNodeError, EngineGone):
+            raise
+        except Exception as error:  # a model's code may raise anything
+            log.error("engine failed", engine=self.kind, exc_info=True)
+            raise LocalError(
+                f"the engine `continuous` failed: {reason(error)}; if this repeats, set"
+                ' training.options = ["lockstep"]'
+            ) from error
+
+
 OwnEngine = Continuous | Lockstep
 """An engine of this process; its attribute `kind` names it."""
 
@@ -75,7 +93,7 @@ def select_engine(
     choice = EngineChoice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes)
     log.info("engine", engine=choice.kind, reason=choice.reason)
     if choice.kind == "continuous":
-        return Continuous(policy, batcher, sampling, rng)
+        return TrainingContinuous(policy, batcher, sampling, rng)
     return Lockstep(
         lambda prompts, count: batcher.generate(
             policy, prompts, sampling.with_generations(count), rng
