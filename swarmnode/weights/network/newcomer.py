@@ -245,7 +245,11 @@ class StateSeeker:
                 return False
             with trio.move_on_after(ADOPT_SECONDS):
                 await self._verdict.wait()
-            return self._outcome == "adopted"
+            if self._outcome == "adopted":
+                return True
+            log.warning(
+                "state not adopted: peer=%s outcome=%s", remote.peer, self._outcome or "timeout"
+            )
         except BadMessage as bad:
             log.warning("invalid state: peer=%s reason=%s", remote.peer, bad)
             self._network.rejected(remote.peer, "weights_state", PROOF)

@@ -346,7 +346,7 @@ class SwapService:
     def _order(self, due: local.OuterStepDue) -> list[str]:
         """Return the candidates that are not in backoff, in the order to ask them.
 
-        Of equal candidates, those whose limits exclude a swap with this node come last.
+        Candidates that this node would refuse now (PEER_GAPS) come last.
         """
         if not self._may_propose():
             return []
@@ -673,7 +673,7 @@ class SwapService:
         self._fail(peer)
 
     def _fail(self, peer: str) -> None:
-        """Lengthen the backoff of a peer. Its first one is a gap."""
+        """Lengthen the backoff of a peer. Its first one is max(PAUSE_SECONDS, gap)."""
         self._partner(peer).backoff.fail(trio.current_time(), max(PAUSE_SECONDS, self._gap))
 
     def _known(self, peer: str) -> Partner:

@@ -1,4 +1,6 @@
-"""The state for new nodes: disk that the offered files take under any requests."""
+"""The state for new nodes: disk that the offered files take under any requests, and adoption."""
+
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -9,7 +11,7 @@ from swarmnode.weights import local
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
 from swarmnode.weights.network import newcomer
 from swarmnode.weights.network.newcomer import StateServer
-from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore
+from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore, RemotePayload
 from swarmnode.wire.messages import BulkRequest
 
 FINGERPRINT = b"\x09" * 32
@@ -150,3 +152,35 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
     with pytest.raises(PeerError, match="the state is not ready"):
         await served.ask()
+
+
+class Files:
+    """A payload store that has fetched every state."""
+
+    async def fetch(self, remote, path, limit, deadline):
+        pass
+
+    def discard(self, path):
+        pass
+
+
+@pytest.mark.parametrize("outcome", ["adopted", "worse", "local"])
+async def test_a_state_that_is_not_adopted_is_logged(tmp_path, caplog, outcome):
+    rejected = lambda peer, reason, cost: None
+    network = SimpleNamespace(rejected=rejected)
+    replica = SimpleNamespace(facts=None)
+
+    def trainer(message):
+        if message.path:
+            trio.lowlevel.spawn_system_task(answer)
+        return True
+
+    async def answer():
+        seeker.adopted(local.StateAdopted("peer", outcome, []))
+
+    seeker = newcomer.StateSeeker(network, replica, None, Files(), trainer, None)
+    offer = newcomer.OfferedState(3, RemotePayload("peer", b"", b"", 1))
+    assert await seeker._fetch(offer, tmp_path / "state") == (outcome == "adopted")
+    logged = [record.getMessage() for record in caplog.records]
+    expected = [f"state not adopted: peer=peer outcome={outcome}"]
+    assert logged == ([] if outcome == "adopted" else expected)
