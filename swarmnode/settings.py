@@ -276,9 +276,11 @@ def load(
         hint = ""
         if first["type"] == "list_type" and isinstance(first["input"], str):
             hint = f"""; write '{known}=["{first["input"].strip("[]")}"]'"""
-        raise ConfigError(
-            f"{origins.get(known, 'configuration')}: {known}: {message}{hint}"
-        ) from None
+        origin = origins.get(known, "configuration")
+        if known == "task.settings" and len(first["loc"]) == 5:  # an error per form of the union
+            known += f'."{first["loc"][2]}".{first["loc"][3]}'
+            message = "Input should be true, false, a number or a text"
+        raise ConfigError(f"{origin}: {known}: {message}{hint}") from None
 
 
 def _from_systemd(environment: Mapping[str, str]) -> Settings:
@@ -300,7 +302,8 @@ def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
         raise ConfigError(f"{path}: not UTF-8 text, so not TOML") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return {_check_key(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
+    remedy = "; correct or remove this line"
+    return {_check_key(key, str(path), remedy): (value, str(path)) for key, value in _leaves(table)}
 
 
 @dataclass(frozen=True)
@@ -469,11 +472,11 @@ def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             yield key, value
 
 
-def _check_key(key: str, origin: str) -> str:
+def _check_key(key: str, origin: str, remedy: str = "") -> str:
     keys = valid_keys()
     if key in keys:
         return key
-    raise ConfigError(f"{origin}: unknown key {key}{_nearest(key, keys)}")
+    raise ConfigError(f"{origin}: unknown key {key}{_nearest(key, keys)}{remedy}")
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:

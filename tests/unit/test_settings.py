@@ -47,7 +47,14 @@ def test_precedence_of_sources(file):
             "[training]\nlearning_rat = 1\n",
             "{file}: unknown key training.learning_rat (nearest: training.learning_rate)",
         ),
-        ("[trainin]\nx = 1\n", "{file}: unknown key trainin"),
+        (
+            "[trainin]\nx = 1\n",
+            "{file}: unknown key trainin; correct or remove this line",
+        ),
+        (
+            '[task.settings."rg/gcd"]\nx = [1, 2]\n',
+            '{file}: task.settings."rg/gcd".x: Input should be true, false, a number or a text',
+        ),
         (
             "[training]\nlearning_rate = -1\n",
             "{file}: training.learning_rate: Input should be greater than 0",
