@@ -42,7 +42,7 @@ def status(
 
     address = _address(where, node)
     if watch:
-        watch_status(address, json)
+        return watch_status(address, json)
     return print_status(address, json)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -104,6 +105,8 @@ def _lines(status: Status) -> Iterator[str]:
     if node["trainer"]:
         yield progress(s)
         if report:
+            restarts = sum(s["supervisor"]["restarts"].values())
+            yield f"policy version {number(report['policy_version'])} · restarts {number(restarts)}"
             yield held_out(report)
         yield _recent(s["trainer"]["recent"])
         yield exchanged(s)
@@ -261,8 +264,8 @@ def render_or_fail(status: Status, address: NodeAddress) -> str:
         ) from error
 
 
-def print_status(address: NodeAddress, as_json: bool = False) -> int:
-    """Print the state of a node once.
+def print_status(address: NodeAddress, as_json: bool = False, before: str = "") -> int:
+    """Print the state of a node once, after the text `before`.
 
     Returns:
         The exit code: 0 if the node is ready, otherwise 1.
@@ -271,27 +274,30 @@ def print_status(address: NodeAddress, as_json: bool = False) -> int:
         Unavailable: the node does not answer.
     """
     status = fetch(address)
-    if as_json:
-        print(json.dumps(status, indent=2))
-    else:
-        print(render_or_fail(status, address))
-        if invite := status["snapshot"]["node"].get("invite"):
-            print(one_line(f"invite {invite}"))
+    text = json.dumps(status, indent=2) if as_json else render_or_fail(status, address)
+    if not as_json and (invite := status["snapshot"]["node"].get("invite")):
+        text += "\n" + one_line(f"invite {invite}")
+    print(before + text, flush=True)
     return 0 if status["ready"]["ok"] else 1
 
 
-def watch_status(address: NodeAddress, as_json: bool = False) -> None:
+def watch_status(address: NodeAddress, as_json: bool = False) -> int:
     """Print the state every WATCH_SECONDS until Ctrl-C, on a terminal in place of the last one. If
     the node stops answering, print the error and continue.
+
+    Returns:
+        The exit code 0, after Ctrl-C.
 
     Raises:
         Unavailable: the node does not answer at the start.
     """
-    print_status(address, as_json)
-    while True:
-        time.sleep(WATCH_SECONDS)
-        print("\x1b[2J\x1b[H" if sys.stdout.isatty() else "")
-        try:
-            print_status(address, as_json)
-        except Unavailable as error:
-            print(one_line(str(error)))
+    before = "\x1b[2J\x1b[H" if sys.stdout.isatty() else "\n"
+    with contextlib.suppress(KeyboardInterrupt):
+        print_status(address, as_json)
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                print_status(address, as_json, before)
+            except Unavailable as error:
+                print(before + one_line(str(error)), flush=True)
+    return 0
