@@ -66,7 +66,7 @@ app.register_install_completion_command()
 
 USAGE_EXIT_CODE = 2
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""Error numbers of a failed write to standard output. Commands report errors of their own files."""
+"""Error numbers of a failed write to standard output."""
 
 
 def run(argv: list[str]) -> int:
@@ -86,7 +86,10 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+        if error.filename is not None:
+            _print_error(f"{error.filename}: {error.strerror}")
+            return Unavailable.exit_code
+        if error.errno not in OUTPUT_ERRORS:
             raise
         # The interpreter flushes standard output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -12,8 +12,8 @@ def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Pause training after the current step, until `swarmnode resume`. The node stays connected and
     sends its weights to peers, but serves no groups.
 
-    The pause outlasts restarts of the node. The model stays loaded; only the end of the
-    node frees the memory."""
+    The pause outlasts restarts of the node. The model stays loaded. Stop the node to free the
+    memory."""
     from swarmnode.daemon import control
 
     answer = control.send_command(load_data_dir(node), "pause")

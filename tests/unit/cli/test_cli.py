@@ -234,6 +234,15 @@ def test_invalid_settings_are_not_saved(home, capsys, arguments, code, problem):
     assert not (home / "node").exists()
 
 
+def test_unwritable_completion_is_one_line(home, capsys):
+    (home / "file").write_text("")
+    arguments = ["--install-completion", "--shell", "bash", "-o", str(home / "file" / "script")]
+    assert cli.run(arguments) == 69
+    error = capsys.readouterr().err
+    assert "Not a directory" in error or "File exists" in error
+    assert error.count("\n") == 1
+
+
 def test_a_data_directory_cannot_set_another(home, capsys):
     (home / "node").mkdir()
     (home / "node" / "config.toml").write_text('[node]\ndata_dir = "/elsewhere"\n')
