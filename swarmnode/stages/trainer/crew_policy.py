@@ -58,6 +58,8 @@ MICRO_BATCHES_PER_STAGE = 8
 """A step has about this many micro-batches per stage. With more of them, stages idle less."""
 MIN_MICRO_BATCH_TOKENS = 1024
 """A micro-batch may have at least this many tokens, because a device is slow with smaller ones."""
+SLOW_TOKEN_SECONDS = 0.1
+"""If a token takes longer through all stages, a warning recommends sampling from a policy copy."""
 
 
 class CrewPolicy:
@@ -87,6 +89,7 @@ class CrewPolicy:
         self._stop = stop
         self._averaging = averaging
         self._policy_copy = policy_copy
+        self._recommended = False
         self._members: tuple[str, ...] = ()
         self._batcher = self._new_batcher()
         self._wave_tokens: int | None = None
@@ -166,7 +169,7 @@ class CrewPolicy:
                 " leave the question out of the dataset"
             )
         seed, s = int(torch.randint(2**62, (1,), generator=rng)), sampling
-        ends, waves = self.text.eos_ids, None
+        ends, began, waves = self.text.eos_ids, time.monotonic(), None
         while waves is None:
             draw = random.Random(seed)  # a repeated call draws the same tokens
             work = lambda head, draw=draw: head.generate(
@@ -188,6 +191,8 @@ class CrewPolicy:
                 most = self._wave_tokens or self._model.limits().tokens
                 self._wave_tokens = max(longest + s.max_tokens, most // 2)
                 log.warning("a stage refused a wave, halving waves", tokens=self._wave_tokens)
+        tokens = max(len(ids) for wave in waves for ids in wave.ids)
+        self._recommend_copy((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
         return [
             GroupSample(prompt, samples[size * q : size * (q + 1)])
@@ -216,6 +221,21 @@ class CrewPolicy:
         if error.stage == 0:
             raise DeviceError(text) from None
         log.warning(text)
+
+    def _recommend_copy(self, token_seconds: float) -> None:
+        """If sampling is slow, log once that a policy copy would be faster."""
+        if (
+            self._policy_copy is None
+            and token_seconds > SLOW_TOKEN_SECONDS
+            and not self._recommended
+        ):
+            self._recommended = True
+            log.warning(
+                "sampling sends every token through all stages; a node with room can sample from a"
+                " copy of the policy",
+                latency_seconds=round(token_seconds, 2),
+                remedy='stages.policy_copy = "memory"',
+            )
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         """Return (log-probabilities, entropies) of the completion tokens of each row.

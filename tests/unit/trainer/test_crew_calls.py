@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 
 from swarmnode.config import LoraSettings, TrainingConfig
@@ -14,7 +15,7 @@ from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.stages.stage_frames import DEVICE_REASON
 from swarmnode.stages.trainer import crew_policy
-from swarmnode.stages.trainer.crew_policy import CrewPolicy
+from swarmnode.stages.trainer.crew_policy import SLOW_TOKEN_SECONDS, CrewPolicy
 from swarmnode.stages.trainer.head import CrewStepResult, WorkRefused
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
@@ -282,3 +283,13 @@ def test_restarted_head_repeats_no_group_number(tmp_path, saved, step, rewards):
     restored = policy.restore(tmp_path, rng)
     assert (restored.sequence, restored.step) == (70, step)
     assert restored.reward_held_out == rewards
+
+
+def test_slow_sampling_recommends_a_copy_once():
+    policy = policy_of()
+    with structlog.testing.capture_logs() as logs:
+        for seconds in (SLOW_TOKEN_SECONDS, 0.3, 0.4):
+            policy._recommend_copy(seconds)
+    assert [(log["latency_seconds"], log["remedy"]) for log in logs] == [
+        (0.3, 'stages.policy_copy = "memory"')
+    ]
