@@ -94,22 +94,22 @@ NODE_REASONS = {"greylisted", "busy", "scorer", "not_pooled", "internal"}
 def tables() -> dict[str, dict[str, Any]]:
     """Return the tables of the registry by name."""
     names = {name.lower(): value for name, value in vars(ids).items() if name.isupper()}
-    ends = lambda suffix: {
-        name.removesuffix(suffix): value for name, value in names.items() if name.endswith(suffix)
-    }
     domains = {
         name.removeprefix("domain_"): value.decode()
         for name, value in names.items()
         if name.startswith("domain_")
     }
-    protocols = ends("_protocol")
+    protocols = {
+        name.removesuffix("_protocol"): value
+        for name, value in names.items()
+        if name.endswith("_protocol")
+    }
     spoken = {value: name for name, value in protocols.items()}
     verdict = lambda wanted: [
         reason for reason, given in REASONS.items() if given is wanted if reason not in NODE_REASONS
     ]
     told: dict[str, dict[str, Any]] = {
         "protocols": protocols,
-        "rules": ends("_rule"),
         "swarm": {"protocols": [spoken[value] for value in ids.PROTOCOLS]},
         "domains": {**domains, "crew_record": RECORD_DOMAIN.decode()},
         "transport": {

@@ -30,9 +30,7 @@ def manifest_id(payload: bytes) -> bytes:
     ).digest()
 
 
-def swarm_id(
-    name: str, tasks: Mapping[str, str], protocols: tuple[str, ...] = ids.PROTOCOLS
-) -> bytes:
+def swarm_id(name: str, tasks: Mapping[str, str]) -> bytes:
     """Return the 32-byte id of a swarm without a manifest, called `name`, that trains on `tasks`
     (task id → task version).
 
@@ -48,7 +46,7 @@ def swarm_id(
     description = [
         name,
         sorted([task, version] for task, version in tasks.items()),
-        sorted(protocols),
+        sorted(ids.PROTOCOLS),
     ]
     return hashlib.blake2b(
         ids.DOMAIN_SWARM + msgspec.msgpack.encode(description), digest_size=limits.SWARM_ID_BYTES
