@@ -47,7 +47,8 @@ def can_honour(
     for name in manifest.protocols:
         if name not in ids.PROTOCOLS:
             problems.append(
-                f"it requires the protocol {name}, which this version does not support: upgrade"
+                f"it requires the protocol {name}, which this version does not support:"
+                " upgrade, or ask the founder for a successor"
             )
     if trains:
         for task in manifest.tasks:

@@ -64,6 +64,7 @@ async def test_node_serves_two_ordinals_and_names_a_third(tmp_path):
     third = "/swarmnode/listing/99"
     protocols = sorted({third, *founded().manifest.protocols} - {ids.LISTING_PROTOCOL})
     (problem,) = requirements.can_honour(founded(protocols=protocols).manifest, CONFIG)
-    assert (
-        problem == f"it requires the protocol {third}, which this version does not support: upgrade"
+    assert problem == (
+        f"it requires the protocol {third}, which this version does not support:"
+        " upgrade, or ask the founder for a successor"
     )
