@@ -26,7 +26,6 @@ EXTRAS = {
         "math-verify==0.9.0",
         "sympy==1.14.0",
     ),
-    "nvidia": ("nvidia-ml-py>=12",),
     "quant": ("bitsandbytes>=0.45",),
     "train": (
         "accelerate>=1.0",

@@ -144,7 +144,7 @@ def _run_child(
         sys.argv = [module, *arguments]
         sys.orig_argv = [sys.executable, "-m", *sys.argv]
         ctypes.CDLL(None).prctl(15, NAMES[module].encode())  # PR_SET_NAME
-        if "BAD_FILE" in environment or "GROW_FILE" in environment:
+        if "GROW_FILE" in environment:
             runpy.run_path(str(INSIDE / "sitecustomize.py"))
         return run_main(module, importlib.import_module(MAINS[module]).main)
 

@@ -88,7 +88,6 @@ def test_unmeasured_values_have_no_series() -> None:
     )
     scraped = scrape(snapshot)
     assert scraped["swarmnode_reward"] == {("1f0c2a77", "own"): 0.5}
-    assert "swarmnode_kl" not in scraped
 
 
 def test_loading_trainer_does_not_reset_counters() -> None:
