@@ -202,19 +202,12 @@ NODE: dict[str, list[Panel]] = {
         p(
             "Restarts per hour",
             (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} {{reason}}"),
-            width=6,
         ),
         p(
             "Out-of-memory retries per hour",
             f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])",
-            width=6,
         ),
-        p(
-            "Failures of the inference server per hour",
-            (f"increase(swarmnode_server_failures_total{{{I}}}[1h])", "{{reason}}"),
-            width=6,
-        ),
-        p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
+        p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s"),
         p(
             "The last save of the state failed",
             gauge("swarmnode_state_save_failed"),
@@ -247,6 +240,10 @@ NODE: dict[str, list[Panel]] = {
             gauge("swarmnode_server_sampling"),
             unit="bool_yes_no",
             top=1,
+        ),
+        p(
+            "Failures of the inference server per hour",
+            (f"increase(swarmnode_server_failures_total{{{I}}}[1h])", "{{reason}}"),
         ),
         p(
             "Sampling time spent in environments",
