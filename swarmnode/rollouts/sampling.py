@@ -1,9 +1,9 @@
 """Choice of the pool's groups for a step: pure functions of weights and a random.Random.
 
-`weighted` (the default) prefers groups with a larger spread of rewards, fresher groups, and groups
-of peers that earned trust, and distributes a step over peers. `uniform` is the rule of the paper
-(SAPO, arXiv 2509.08721, section 4: drop zero-advantage groups, then sample uniformly). Weights do
-not depend on the level of the reward: that would prefer easy questions, and peers that invent them.
+Groups with a larger spread of rewards, fresher groups, and groups of peers that earned trust are
+preferred, and a step is distributed over peers. SAPO (arXiv 2509.08721, section 4) drops groups
+without an advantage and then samples uniformly. Weights do not depend on the level of the reward:
+that would prefer easy questions, and peers that invent them.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     memory: float
     """Bytes for a stage. 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
-    """As in `Capacity`."""
+    """As in `TrainerOffer`."""
     held_blocks: tuple[HeldBlock, ...] = ()
 
 

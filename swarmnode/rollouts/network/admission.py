@@ -1,5 +1,6 @@
 """Admission: the checks that a peer's group must pass before a node trains on it, cheapest first.
-The module does no I/O, its memory is bounded, and no group can make it raise.
+The checks do no I/O, their memory is bounded, and no group can make them raise. `ScoringQueue`
+passes the candidates to the scorer.
 
     envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ rate ─ signature ─ payload
              ─ clock ─ sequence ─ policy version ─ seed ─ task and its version ─ turns

@@ -1,4 +1,5 @@
-"""The shelf: the groups that a node serves to peers, its own and admitted ones. Pure.
+"""The shelf: the groups that a node serves to peers, its own and admitted ones.
+`Shelf` does no I/O; `ShelfServer` answers peers.
 
     put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ at most 14 groups: up to 7
                                                                         own, then one per author

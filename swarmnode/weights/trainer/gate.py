@@ -129,8 +129,6 @@ class GateStatistics:
     """Counts of the outcomes that occurred."""
     clip_ratio: float
     """Mean of min(1, τ/‖d‖) over accepted swaps; 1 if nothing was clipped."""
-    relative_distance: float | None
-    """‖d‖ / ‖θ_i‖ of the last swap with a measured distance."""
 
 
 class AveragingGate:
@@ -149,7 +147,6 @@ class AveragingGate:
         self._lock = threading.Lock()
         self._outcomes: Counter[str] = Counter()
         self._scales = 0.0
-        self._relative: float | None = None
 
     def examine(
         self,
@@ -207,8 +204,6 @@ class AveragingGate:
     def conclude(self, found: Examination, losses: Losses | None = None) -> GateDecision:
         """Decide on an examined swap, and count the outcome. `losses` is None without a probe."""
         with self._lock:
-            if found.relative_distance is not None:
-                self._relative = found.relative_distance
             if found.mean is None:
                 return self._ended(found.refusal)
             if losses is not None:
@@ -252,7 +247,6 @@ class AveragingGate:
             return GateStatistics(
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,
-                relative_distance=self._relative,
             )
 
     def _tolerance(self, losses: Losses) -> float:

@@ -143,7 +143,7 @@ class AveragingCounters(msgspec.Struct):
     step: int = 0
     policy_version: int = 0
     outer_clocks: list[int] = []
-    """Outer step counters, by fragment."""
+    """Outer step counters, by block."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
 
@@ -164,7 +164,7 @@ class ReplicaParts:
     gate: AveragingGate
     """Changed by any thread; it has its own lock."""
     schedule: OuterSchedule
-    """Changed by the trainer's thread; the remaining tensors under `tensors.lock`."""
+    """Changed by the trainer's thread."""
 
     def outer_step(self, names: Iterable[str]) -> int:
         """Return the number of outer steps of the block with the fewest, among the blocks of these
