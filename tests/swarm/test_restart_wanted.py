@@ -100,8 +100,9 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
         )
         for node in nodes:
             restarts = status(node)["supervisor"]["restarts"]
-            killed = node is not founder
-            assert restarts == {"network": 1 + killed, "trainer": 1}, node.name
+            assert restarts["trainer"] == 1, node.name
+            # A node that moved before it was killed has one restart, the others two.
+            assert restarts["network"] in ({1} if node is founder else {1, 2}), node.name
             # The trainer saved before it ended, although the next save was due after a minute.
             assert restored_step(node) >= before[node.name]
     finally:

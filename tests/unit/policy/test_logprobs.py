@@ -159,6 +159,10 @@ def test_model_without_logits_to_keep_gives_the_same(embedded, monkeypatch):
 
 @pytest.mark.parametrize("passes", ["one pass", "two passes", "packed"], indirect=True)
 def test_prompt_is_computed_once_per_group(embedded, monkeypatch, passes):
+    prompt = list(range(5, 25))
+    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 1024)
+    group = [(prompt, [30, 31, 1])] * 8
+    score(embedded, group, 1.0)  # the first use tries the method
     seen = []
     forward = type(embedded.model).forward
 
@@ -169,9 +173,7 @@ def test_prompt_is_computed_once_per_group(embedded, monkeypatch, passes):
 
     monkeypatch.setattr(embedded.model, "forward", spy.__get__(embedded.model))
     monkeypatch.setattr(model, "takes_logits_to_keep", lambda kind: True)
-    prompt = list(range(5, 25))
-    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 1024)
-    score(embedded, [(prompt, [30, 31, 1])] * 8, 1.0)
+    score(embedded, group, 1.0)
     # 20 + 8 · 2 tokens, not 8 · 23
     expected = [((1, 20), (1, 1)), ((8, 2), (8, 2))] if passes == "two passes" else None
     assert seen == (expected or [((1, 36), (1, 17))])
@@ -203,6 +205,8 @@ def test_logits_of_a_long_row_are_computed_in_pieces(model_dir, lora, monkeypatc
     batch = collate(
         [([5, 9, 20], [30 + i % 9 for i in range(60)]), ([5, 9, 20], [31] * 40)], policy.pad_id
     )
+    completion_logprobs(policy, batch, 1.0)  # the first use tries the method
+    score(policy, [([5, 9, 20], [30] * 60)], 1.0)
     with Largest(vocabulary) as seen:
         chosen, _ = completion_logprobs(policy, batch, 1.0)
         chosen.sum().backward()

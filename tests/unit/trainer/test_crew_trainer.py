@@ -68,7 +68,9 @@ def test_only_too_large_models_need_a_crew(tmp_path, model):
 def test_impossible_settings_of_a_crew_fail_at_start(tmp_path, model):
     long = {"max_completion_length": 20_000}
     with pytest.raises(Refused, match="max_completion_length"):
-        CrewTrainer(config(tmp_path, model, training=long), Progress()).run()
+        CrewTrainer(
+            config(tmp_path, model, training=long, sharing={"enabled": False}), Progress()
+        ).run()
     with pytest.raises(DeviceError, match="one layer alone"):
         make_trainer(
             config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20}), Progress()
