@@ -46,7 +46,7 @@ def read(data_dir: Path) -> float | None:
 
 
 class PauseFlag:
-    """Whether the operator has paused the node, cached for `POLL_INTERVAL`."""
+    """Flag of the operator's pause, cached for `POLL_INTERVAL`."""
 
     def __init__(self, data_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._data_dir = data_dir

@@ -1,4 +1,4 @@
-"""What the page, `swarmnode status` and /readyz report about a node's state."""
+"""Reports of a node's state on the page, in `swarmnode status` and at /readyz."""
 
 from __future__ import annotations
 
