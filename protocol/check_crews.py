@@ -27,11 +27,8 @@ def read_message(frame, shapes):
     if message["type"] == "propose":
         check_record(message["record"])
     if message["type"] == "leave":
-        reason = message["reason"]
-        require(
-            len(reason) <= BYTES["crew_reason"]
-            and all(" " <= character <= "~" for character in reason)
-        )
+        require(len(message["reason"]) <= BYTES["crew_reason"])
+        require(all(" " <= character <= "~" for character in message["reason"]))
     return message
 
 

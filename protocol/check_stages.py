@@ -21,24 +21,31 @@ F32_OVERFLOW = (2 - 2**-24) * 2.0**127
 
 def read_frame(data, crew):
     """Read the frame `data` in a crew with `hidden`, `vocab`, `tokens` and `codec`."""
+    header, body = read_parts(data, HEADERS, lambda header: body_bytes(header, crew))
+    return {"header": header, **read_body(header, body, crew)}
+
+
+def read_parts(data, headers, body_bytes):
+    """Return header and body of a frame. body_bytes: checks the header and returns the length of
+    the body."""
     require(len(data) >= 4, "truncated")
     length = int.from_bytes(data[:4], "big")
     require(0 < length <= BYTES["stage_header"], "oversize")
     require(len(data) >= 4 + length, "truncated")
-    header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
-    size = body_bytes(header, crew)
-    body = data[4 + length :]
+    header = decode(data[4 : 4 + length], BYTES["stage_header"], *headers)
+    place, body = header["place"], data[4 + length :]
+    require(len(place[0]) == BYTES["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
+    counter(place[2])
+    size = body_bytes(header)
     require(len(body) >= size, "truncated")
     require(len(body) == size, "size")
-    return {"header": header, **read_body(header, body, crew)}
+    return header, body
 
 
 def body_bytes(header, crew):
     """Check a header and return the length of its body (section 4)."""
-    place, rows = header["place"], header.get("rows", 1)
-    require(len(place[0]) == BYTES["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    numbers = ("micro_batch", "wave", "number", "attempt")
-    counter(place[2], *(header.get(field, 0) for field in numbers))
+    rows, numbers = header.get("rows", 1), ("micro_batch", "wave", "number", "attempt")
+    counter(*(header.get(field, 0) for field in numbers))
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
     for field, value in header.items():
@@ -65,15 +72,11 @@ def read_body(header, body, crew):
     if tag in ("forward", "prefill"):
         read = read_micro_batch if tag == "forward" else read_wave
         about = read(body[: header["about"]], rows, crew, header.get("purpose"))
-        return {
-            "about": about,
-            "values": activations(body[header["about"] :], header, crew, crew["codec"]),
-        }
+        values = activations(body[header["about"] :], header, crew, crew["codec"])
+        return {"about": about, "values": values}
     if tag == "decode":
-        return {
-            "names": numbers(body[: 4 * rows], "I"),
-            "values": activations(body[4 * rows :], header, crew, crew["codec"]),
-        }
+        values = activations(body[4 * rows :], header, crew, crew["codec"])
+        return {"names": numbers(body[: 4 * rows], "I"), "values": values}
     if tag in ("backward", "embedding"):
         return {"values": activations(body, header, crew, header.get("codec", "float32"))}
     if tag == "tokens":
@@ -81,10 +84,8 @@ def read_body(header, body, crew):
         require(all(logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
         return {"ids": ids, "logprobs": [min(logprob, 0.0) + 0.0 for logprob in logprobs]}
     if tag == "scores":
-        return {
-            "logprobs": finite(body, 2 * rows)[:rows],
-            "entropies": finite(body, 2 * rows)[rows:],
-        }
+        values = finite(body, 2 * rows)
+        return {"logprobs": values[:rows], "entropies": values[rows:]}
     return {}
 
 
@@ -115,19 +116,10 @@ def activations(body, header, crew, codec):
 
 def read_micro_batch(data, rows, crew, purpose):
     batch = decode(data, len(data), MICRO_BATCH)
-    prompts, completions, owners = (
-        batch["prompt_lengths"],
-        batch["completion_lengths"],
-        batch["prompt_of"],
-    )
-    lengths(prompts, crew)
-    lengths(completions, crew)
-    padded = len(prompts) * max(prompts) + len(completions) * (max(prompts) + max(completions))
-    require(padded <= 3 * crew["tokens"])
-    require(
-        len(owners) == len(completions) and list(dict.fromkeys(owners)) == list(range(len(prompts)))
-    )
-    require(rows == sum(prompts) + sum(completions) - len(completions), "shape")
+    prompts, completions = batch["prompt_lengths"], batch["completion_lengths"]
+    described = sum(prompts) + sum(completions) - len(completions)
+    require(prompts and completions and TEXT.micro_batch_fits(batch, described, crew["tokens"]))
+    require(rows == described, "shape")
     ids = token_ids(batch["prompt_ids"], sum(prompts), crew)
     ends = list(itertools.accumulate(prompts, initial=0))
     require(len({tuple(ids[a:b]) for a, b in itertools.pairwise(ends)}) == len(prompts))
@@ -145,25 +137,15 @@ def read_micro_batch(data, rows, crew, purpose):
 
 def read_wave(data, rows, crew, _):
     wave = decode(data, len(data), WAVE)
-    count = len(wave["lengths"]) * wave["num_generations"]
-    lengths(wave["lengths"], crew)
+    described = sum(wave["lengths"])
     counter(wave["seed"])
-    require(
-        1 <= wave["num_generations"] <= crew["tokens"]
-        and 1 <= wave["max_tokens"] <= crew["tokens"]
-        and count * (max(wave["lengths"]) + wave["max_tokens"]) <= crew["tokens"]
-    )
-    require(sum(wave["lengths"]) == rows, "shape")
+    require(wave["lengths"] and 1 <= wave["num_generations"] <= crew["tokens"])
+    require(TEXT.wave_fits(wave, described, crew["tokens"]))
+    require(rows == described, "shape")
     token_ids(wave["ids"], rows, crew)
     require(math.isfinite(wave["temperature"]) and math.isfinite(wave["top_p"]), "not_finite")
     require(wave["temperature"] >= 0 and 0 < wave["top_p"] <= 1)
     return wave
-
-
-def lengths(values, crew):
-    require(
-        1 <= len(values) <= crew["tokens"] and all(1 <= value <= crew["tokens"] for value in values)
-    )
 
 
 def numbers(data, kind):

@@ -4,8 +4,8 @@ import hashlib
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, counter, decode, require, shapes
-from check_stages import TEXT
+from check_frames import BYTES, COUNTS, counter, require, shapes
+from check_stages import TEXT, read_parts
 
 HEADERS = shapes(
     "state", "ask", "inventory", "want", "run", "have", "chunk", "announce", "stored", "lack"
@@ -14,38 +14,30 @@ HEADERS = shapes(
 
 def read_message(data, crew):
     """Read the message `data` in a crew with `hidden` and `tokens`."""
-    require(len(data) >= 4, "truncated")
-    length = int.from_bytes(data[:4], "big")
-    require(0 < length <= BYTES["stage_header"], "oversize")
-    require(len(data) >= 4 + length, "truncated")
-    header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
-    place, body = header["place"], data[4 + length :]
-    require(len(place[0]) == BYTES["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    counter(place[2], *[value for value in header.values() if type(value) is int])
+    header, body = read_parts(data, HEADERS, lambda header: body_bytes(header, crew))
+    return {"header": header, "body": body}
+
+
+def body_bytes(header, crew):
+    """Check a header and return the length of its body."""
+    counter(*[value for value in header.values() if type(value) is int])
     root = BYTES["record_hash"] if header["type"] == "have" or header.get("at") else 0
     if header["type"] in ("have", "want"):
         require(len(header["root"]) == root)
     if header["type"] == "have":
         require(math.isfinite(header["squared_norm"]), "not_finite")
         require(header["squared_norm"] >= 0)
-    require(
-        1 <= header.get("length", 1) <= BYTES["stage_chunk"]
-        and 0 <= header.get("of", 0) < COUNTS["stages"]
-    )
+    require(1 <= header.get("length", 1) <= BYTES["stage_chunk"])
+    require(0 <= header.get("of", 0) < COUNTS["stages"])
     if header["type"] == "want":
         require(header["what"] == "checkpoint" or header["at"] == 0)
-    size = header.get("length", 0)
-    if header["type"] == "run":
-        require(1 <= header["rows"] <= crew["tokens"])
-        require(1 <= header["about"] <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
-        size = header["about"] + (
-            TEXT.activation_bytes(header["codec"], header["rows"], crew["hidden"])
-            if header["codec"]
-            else 0
-        )
-    require(len(body) >= size, "truncated")
-    require(len(body) == size, "size")
-    return {"header": header, "body": body}
+    if header["type"] != "run":
+        return header.get("length", 0)
+    require(1 <= header["rows"] <= crew["tokens"])
+    require(1 <= header["about"] <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
+    if header["codec"] is None:
+        return header["about"]
+    return header["about"] + TEXT.activation_bytes(header["codec"], header["rows"], crew["hidden"])
 
 
 def state_root(body):

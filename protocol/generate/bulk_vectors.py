@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import Vector, accepted, derived, pack, refusals, rejected
+from protocol.generate.frames import Vector, derived, encoded, pack, refusals
 from swarmnode.wire import bulk
 from swarmnode.wire.messages import BulkManifest
 
@@ -26,83 +26,55 @@ def _manifests() -> Iterator[Vector]:
         "chunk_bytes": MIB,
         "hashes": bytes(96),
     }
-
-    def taken(name: str, **fields: Any) -> Vector:
-        return accepted(name, "bulk_manifest", pack({**good, **fields}), {**good, **fields})
-
-    def refused(reason: str, name: str, **fields: Any) -> Vector:
-        return rejected(reason, name, pack({**good, **fields}), "bulk_manifest")
-
-    yield taken("two chunks and a byte")
-    yield taken("a single byte", size=1, hashes=bytes(32))
-    yield taken("smallest chunks", size=8192, chunk_bytes=4096, hashes=bytes(64))
-    yield refused("bounds", "nothing", size=0, hashes=b"")
-    yield refused("bounds", "less than nothing", size=-1, hashes=b"")
-    yield refused(
-        "bounds", "a byte more than 32 GiB", size=32_768 * MIB + 1, hashes=bytes(32 * 32_768)
+    smallest = {"size": 8192, "chunk_bytes": 4096, "hashes": bytes(64)}
+    yield encoded("two chunks and a byte", "bulk_manifest", good)
+    yield encoded("a single byte", "bulk_manifest", {**good, "size": 1, "hashes": bytes(32)})
+    yield encoded("smallest chunks", "bulk_manifest", {**good, **smallest})
+    most = {"size": 32_768 * MIB + 1, "hashes": bytes(32 * 32_768)}
+    yield from refusals(
+        "bulk_manifest",
+        ("bounds", "nothing", {**good, "size": 0, "hashes": b""}),
+        ("bounds", "a byte more than 32 GiB", {**good, **most}),
+        ("bounds", "a chunk of 4095 bytes", {**good, "chunk_bytes": 4095}),
+        ("bounds", "a chunk of a byte more than 1 MiB", {**good, "chunk_bytes": MIB + 1}),
+        ("bounds", "chunks of nothing", {**good, "chunk_bytes": 0}),
+        ("bounds", "a hash too many", {**good, "hashes": bytes(128)}),
+        ("oversize", "1,048,705 bytes", bytes(1_048_705)),
     )
-    yield refused("bounds", "a chunk of 4095 bytes", chunk_bytes=4095)
-    yield refused("bounds", "a chunk of a byte more than 1 MiB", chunk_bytes=MIB + 1)
-    yield refused("bounds", "chunks of nothing", chunk_bytes=0)
-    yield refused("bounds", "a hash too many", hashes=bytes(128))
-    yield rejected("oversize", "1,048,705 bytes", bytes(1_048_705), "bulk_manifest")
-
-    request = {"transfer": TRANSFER}
-    yield accepted("a request for a manifest", "bulk_manifest_request", pack(request), request)
-    yield rejected("oversize", "a request of 65 bytes", bytes(65), "bulk_manifest_request")
-    for response in (
-        {"status": "ok", "manifest": pack(good)},
-        {"status": "unknown", "manifest": b""},
-        {"status": "busy", "manifest": b""},
-    ):
-        yield accepted(
-            f"a manifest's response: {response['status']}",
-            "bulk_manifest_response",
-            pack(response),
-            response,
-        )
+    yield encoded("a request for a manifest", "bulk_manifest_request", {"transfer": TRANSFER})
+    yield from refusals("bulk_manifest_request", ("oversize", "a request of 65 bytes", bytes(65)))
+    for status, manifest in (("ok", pack(good)), ("unknown", b""), ("busy", b"")):
+        response = {"status": status, "manifest": manifest}
+        yield encoded(f"a manifest's response: {status}", "bulk_manifest_response", response)
+    too_long = {"status": "ok", "manifest": bytes(1_048_705)}
     yield from refusals(
         "bulk_manifest_response",
-        ("bounds", "ok without a manifest", pack({"status": "ok", "manifest": b""})),
-        ("bounds", "unknown with a manifest", pack({"status": "unknown", "manifest": b"\0"})),
-    )
-    too_long = {"status": "ok", "manifest": bytes(1_048_705)}
-    yield rejected(
-        "bounds",
-        "a manifest of 1,048,705 bytes in a response",
-        pack(too_long),
-        "bulk_manifest_response",
+        ("bounds", "ok without a manifest", {"status": "ok", "manifest": b""}),
+        ("bounds", "unknown with a manifest", {"status": "unknown", "manifest": b"\0"}),
+        ("bounds", "a manifest of 1,048,705 bytes in a response", too_long),
     )
 
 
 def _requests() -> Iterator[Vector]:
     good: dict[str, Any] = {"transfer": TRANSFER, "root": ROOT, "wanted": b"\x05"}
-    yield accepted("chunks 0 and 2", "bulk_request", pack(good), good)
-    most = {**good, "wanted": b"\xff" * 4096}
-    yield accepted("32,768 chunks", "bulk_request", pack(most), most)
-    yield rejected(
-        "bounds", "32,769 chunks", pack({**good, "wanted": bytes(4096) + b"\x01"}), "bulk_request"
+    yield encoded("chunks 0 and 2", "bulk_request", good)
+    yield encoded("32,768 chunks", "bulk_request", {**good, "wanted": b"\xff" * 4096})
+    yield from refusals(
+        "bulk_request",
+        ("bounds", "32,769 chunks", {**good, "wanted": bytes(4096) + b"\x01"}),
+        ("bounds", "no bits", {**good, "wanted": b""}),
+        ("bounds", "no bit set", {**good, "wanted": bytes(4096)}),
+        ("oversize", "4,225 bytes", bytes(4225)),
     )
-    yield rejected("bounds", "no bits", pack({**good, "wanted": b""}), "bulk_request")
-    yield rejected("bounds", "no bit set", pack({**good, "wanted": bytes(4096)}), "bulk_request")
-    yield rejected("oversize", "4,225 bytes", bytes(4225), "bulk_request")
-    for response in (
-        {"status": "ok", "size": 1},
-        {"status": "ok", "size": 2**35},
-        {"status": "unknown", "size": 0},
-    ):
-        yield accepted(
-            f"{response['size']} bytes follow: {response['status']}",
-            "bulk_response",
-            pack(response),
-            response,
-        )
+    for status, size in (("ok", 1), ("ok", 2**35), ("unknown", 0)):
+        response = {"status": status, "size": size}
+        yield encoded(f"{size} bytes follow: {status}", "bulk_response", response)
     yield from refusals(
         "bulk_response",
-        ("bounds", "ok, and nothing follows", pack({"status": "ok", "size": 0})),
-        ("bounds", "busy, and something follows", pack({"status": "busy", "size": 1})),
-        ("bounds", "more than 32 GiB follow", pack({"status": "ok", "size": 2**35 + 1})),
-        ("schema", "a status of its own", pack({"status": "later", "size": 0})),
+        ("bounds", "ok, and nothing follows", {"status": "ok", "size": 0}),
+        ("bounds", "busy, and something follows", {"status": "busy", "size": 1}),
+        ("bounds", "more than 32 GiB follow", {"status": "ok", "size": 2**35 + 1}),
+        ("schema", "a status of its own", {"status": "later", "size": 0}),
     )
 
 

@@ -6,11 +6,18 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protocol.generate.frames import Vector, accepted, derived, pack, pairs, plain, rejected
-from swarmnode.stages.network.stream_proxy import StreamPeers
+from protocol.generate.frames import (
+    Vector,
+    derived,
+    encoded,
+    pack,
+    pairs,
+    plain,
+    refusals,
+    rejected,
+)
 from swarmnode.wire.envelope import peer_id
 
 KEYS = [
@@ -20,7 +27,6 @@ KEYS = [
 PEERS = [peer_id(key.public_key().public_bytes_raw()) for key in KEYS]
 MODEL, LINEAGE = b"\x11" * 32, b"\x22" * 32
 RECORD_DOMAIN = b"swarmnode/crew-record/1"
-NAN = float("nan")
 
 
 def record(members: int = 4, **fields: Any) -> dict[str, Any]:
@@ -67,98 +73,71 @@ def messages() -> Iterator[Vector]:
     answers = [ACCEPT, REFUSE, {**HEARTBEAT, "type": "alive"}, {"type": "noted"}]
     for kind, all_of in (("crews_request", requests), ("crews_answer", answers)):
         for number, message in enumerate(all_of):
-            yield accepted(f"{kind} {message['type']} {number}", kind, pack(message), message)
+            yield encoded(f"{kind} {message['type']} {number}", kind, message)
     for reason in ("crew", "model", "room", "newer", "trust", "struck", "record"):
-        yield accepted(
-            f"refuse {reason}",
-            "crews_answer",
-            pack({**REFUSE, "reason": reason}),
-            {**REFUSE, "reason": reason},
-        )
-    for where in ("memory", "disk", "neighbour"):
-        one = {**OFFER, "held_blocks": [[*BLOCK[:4], where]]}
-        yield accepted(f"a block in {where}", "crews_request", pack(one), one)
-    for phase in ("loading", "failed"):
-        beat = {**HEARTBEAT, "status": [phase, *STATUS[1:]]}
-        yield accepted(f"a stage that is {phase}", "crews_request", pack(beat), beat)
-    back = {**OFFER, "memory": 0.0, "speed": 0.0, "held_blocks": []}
-    yield accepted("a withdrawn offer", "crews_request", pack(back), back)
-    most = {**OFFER, "memory": 1e30, "held_blocks": [BLOCK] * 32}
-    yield accepted("the largest amount and the most held blocks", "crews_request", pack(most), most)
-    eight = {
-        **PROPOSE,
-        "record": record(members=0) | {"members": [[f"peer{n}", 1] for n in range(8)]},
+        yield encoded(f"refuse {reason}", "crews_answer", {**REFUSE, "reason": reason})
+    others: dict[str, dict[str, Any]] = {
+        f"a block in {where}": {**OFFER, "held_blocks": [[*BLOCK[:4], where]]}
+        for where in ("memory", "disk", "neighbour")
     }
-    yield accepted("eight members", "crews_request", pack(eight), eight)
-
-    def bad(
-        reason: str,
-        name: str,
-        message: dict[str, Any],
-        /,
-        *,
-        read_as: str = "crews_request",
-        **fields: Any,
-    ) -> Vector:
-        return rejected(reason, name, pack({**message, **fields}), read_as)
-
-    yield bad("schema", "an answer as a request", ACCEPT)
-    yield bad("schema", "a request as an answer", OFFER, read_as="crews_answer")
-    yield bad("schema", "an unknown type", LEAVE, type="expel")
-    yield bad("schema", "an unknown refusal", REFUSE, reason="tired", read_as="crews_answer")
-    yield bad("schema", "an unknown phase", HEARTBEAT, status=["asleep", *STATUS[1:]])
-    yield bad("schema", "a status of five", HEARTBEAT, status=[*STATUS, 0])
-    yield bad(
-        "schema", "a member of one", PROPOSE, record=record(members=0) | {"members": [[PEERS[0]]]}
+    for phase in ("loading", "failed"):
+        others[f"a stage that is {phase}"] = {**HEARTBEAT, "status": [phase, *STATUS[1:]]}
+    others["a withdrawn offer"] = {**OFFER, "memory": 0.0, "speed": 0.0, "held_blocks": []}
+    most = {**OFFER, "memory": 1e30, "held_blocks": [BLOCK] * 32}
+    others["the largest amount and the most held blocks"] = most
+    others["eight members"] = _proposal([[f"peer{n}", 1] for n in range(8)])
+    for name, message in others.items():
+        yield encoded(name, "crews_request", message)
+    yield from refusals(
+        "crews_request",
+        ("schema", "an answer as a request", ACCEPT),
+        ("schema", "an unknown type", {**LEAVE, "type": "expel"}),
+        ("schema", "an unknown phase", {**HEARTBEAT, "status": ["asleep", *STATUS[1:]]}),
+        ("schema", "a status of five", {**HEARTBEAT, "status": [*STATUS, 0]}),
+        ("schema", "a member of one", _proposal([[PEERS[0]]])),
+        ("schema", "a block in the cloud", {**OFFER, "held_blocks": [[*BLOCK[:4], "cloud"]]}),
+        ("schema", "a block of four values", {**OFFER, "held_blocks": [BLOCK[:4]]}),
+        ("malformed", "a crew named twice", pairs([*LEAVE.items(), ("crew", CREW)])),
+        ("oversize", "16,385 bytes of request", bytes(16_385)),
+        ("bounds", "more speed than there is", {**OFFER, "speed": 1.1e30}),
+        ("bounds", "less than no memory", {**OFFER, "memory": -1.0}),
+        ("bounds", "a reason of 129 characters", {**LEAVE, "reason": "a" * 129}),
+        ("bounds", "a reason that moves the cursor", {**LEAVE, "reason": "\x1b[2J"}),
     )
-    yield bad("schema", "a block in the cloud", OFFER, held_blocks=[[*BLOCK[:4], "cloud"]])
-    yield bad("schema", "a block of four values", OFFER, held_blocks=[BLOCK[:4]])
-    yield rejected(
-        "malformed", "a crew named twice", pairs([*LEAVE.items(), ("crew", CREW)]), "crews_request"
+    yield from refusals(
+        "crews_answer",
+        ("schema", "a request as an answer", OFFER),
+        ("schema", "an unknown refusal", {**REFUSE, "reason": "tired"}),
+        ("oversize", "16,385 bytes of answer", bytes(16_385)),
     )
-    yield rejected("oversize", "16,385 bytes of request", bytes(16_385), "crews_request")
-    yield rejected("oversize", "16,385 bytes of answer", bytes(16_385), "crews_answer")
-    yield bad("bounds", "less than no memory", OFFER, memory=-1.0)
-    yield bad("bounds", "more speed than there is", OFFER, speed=1.1e30)
-    yield bad("bounds", "a reason of 129 characters", LEAVE, reason="a" * 129)
-    yield bad("bounds", "a reason that moves the cursor", LEAVE, reason="\x1b[2J")
-    yield from held_blocks()
-    yield from records()
+    for name, blocks in (
+        ("33 held blocks", [BLOCK] * 33),
+        ("a block of no stages", _block(1, [])),
+        ("a block of nine stages", _block(1, [1] * 9)),
+        ("a block of no layers", _block(1, [4, 0])),
+        ("a block of 1025 layers", _block(1, [4, 1025])),
+        ("a block of a stage beyond the last", _block(2, 4)),
+    ):
+        yield rejected("bounds", name, {**OFFER, "held_blocks": blocks}, "crews_request")
+    for name, members in (
+        ("no members", []),
+        ("nine members", [[f"peer{n}", 1] for n in range(9)]),
+        ("a member without a name", [["", 1]]),
+        ("a name with a space", [["12D3 KooW", 1]]),
+        ("a member of 65 characters", [["p" * 65, 1]]),
+        ("a stage of no layers", [[PEERS[0], 0]]),
+        ("a stage of 1025 layers", [[PEERS[0], 1025]]),
+        ("one peer on two stages", [[PEERS[0], 4], [PEERS[0], 4]]),
+    ):
+        yield rejected("bounds", name, _proposal(members), "crews_request")
 
 
-def held_blocks() -> Iterator[Vector]:
-    """Yield vectors of one held block."""
-
-    def bad(reason: str, name: str, *blocks: list[Any]) -> Vector:
-        return rejected(reason, name, pack({**OFFER, "held_blocks": list(blocks)}), "crews_request")
-
-    def block(at: int, value: Any) -> list[Any]:
-        return [*BLOCK[:at], value, *BLOCK[at + 1 :]]
-
-    yield bad("bounds", "33 held blocks", *[BLOCK] * 33)
-    yield bad("bounds", "a block of no stages", block(1, []))
-    yield bad("bounds", "a block of nine stages", block(1, [1] * 9))
-    yield bad("bounds", "a block of no layers", block(1, [4, 0]))
-    yield bad("bounds", "a block of 1025 layers", block(1, [4, 1025]))
-    yield bad("bounds", "a block of a stage beyond the last", block(2, 4))
+def _proposal(members: list[list[Any]]) -> dict[str, Any]:
+    return {**PROPOSE, "record": record(members=0) | {"members": members}}
 
 
-def records() -> Iterator[Vector]:
-    """Yield vectors of one record."""
-
-    def bad(name: str, of: dict[str, Any], reason: str = "bounds") -> Vector:
-        return rejected(reason, name, pack({**PROPOSE, "record": of}), "crews_request")
-
-    yield bad("no members", record(members=0))
-    yield bad("nine members", record(members=0) | {"members": [[f"peer{n}", 1] for n in range(9)]})
-    yield bad("a member without a name", record(members=0) | {"members": [["", 1]]})
-    yield bad("a name with a space", record(members=0) | {"members": [["12D3 KooW", 1]]})
-    yield bad("a member of 65 characters", record(members=0) | {"members": [["p" * 65, 1]]})
-    yield bad("a stage of no layers", record(members=0) | {"members": [[PEERS[0], 0]]})
-    yield bad("a stage of 1025 layers", record(members=0) | {"members": [[PEERS[0], 1025]]})
-    yield bad(
-        "one peer on two stages", record(members=0) | {"members": [[PEERS[0], 4], [PEERS[0], 4]]}
-    )
+def _block(at: int, value: Any) -> list[list[Any]]:
+    return [[*BLOCK[:at], value, *BLOCK[at + 1 :]]]
 
 
 def streams() -> Iterator[Vector]:
@@ -167,34 +146,29 @@ def streams() -> Iterator[Vector]:
     opened = {"crew": CREW, "from_stage": 1, "to_stage": 2, "kind": "frames"}
     for kind in ("frames", "state"):
         message = {**opened, "kind": kind}
-        yield {
-            **accepted(f"a stream of {kind}", "stage_stream_open", pack(message), message),
-            "given": given,
-        }
+        yield {**encoded(f"a stream of {kind}", "stage_stream_open", message), "given": given}
 
-    def bad(
-        reason: str, name: str, frame: bytes | None = None, peer: str = PEERS[1], **fields: Any
-    ) -> Vector:
-        frame = pack({**opened, **fields}) if frame is None else frame
-        return {
-            **rejected(reason, name, frame, "stage_stream_open"),
-            "given": {**given, "peer": peer},
-        }
-
-    yield bad("crew", "a stream of another crew", crew=b"\x99" * 32)
-    yield bad("crew", "a stream of half a crew", crew=CREW[:16])
-    yield bad("stage", "a stream to another stage", to_stage=3)
-    yield bad("stage", "a stream from a higher stage", from_stage=3)
-    yield bad("stage", "a stream from itself", from_stage=2)
-    yield bad("stage", "a stream from stage -1", from_stage=-1)
-    yield bad("peer", "a stream of another peer", peer=PEERS[5])
-    yield bad("peer", "a stream in another's place", from_stage=0)
-    yield bad("schema", "a stream of gradients", kind="gradients")
-    yield bad("schema", "a stream with a password", password="x")
-    yield bad(
-        "malformed", "a stream opened in another form", frame=pairs(list(reversed(opened.items())))
-    )
-    yield bad("oversize", "513 bytes to open a stream", frame=bytes(513))
+    for reason, name, peer, fields in (
+        ("crew", "a stream of another crew", PEERS[1], {"crew": b"\x99" * 32}),
+        ("crew", "a stream of half a crew", PEERS[1], {"crew": CREW[:16]}),
+        ("stage", "a stream to another stage", PEERS[1], {"to_stage": 3}),
+        ("stage", "a stream from a higher stage", PEERS[1], {"from_stage": 3}),
+        ("stage", "a stream from itself", PEERS[1], {"from_stage": 2}),
+        ("stage", "a stream from stage -1", PEERS[1], {"from_stage": -1}),
+        ("peer", "a stream of another peer", PEERS[5], {}),
+        ("peer", "a stream in another's place", PEERS[1], {"from_stage": 0}),
+        ("schema", "a stream of gradients", PEERS[1], {"kind": "gradients"}),
+        ("schema", "a stream with a password", PEERS[1], {"password": "x"}),
+    ):
+        frame = pack({**opened, **fields})
+        bad = rejected(reason, name, frame, "stage_stream_open")
+        yield {**bad, "given": {**given, "peer": peer}}
+    for bad in refusals(
+        "stage_stream_open",
+        ("malformed", "a stream opened in another form", pairs(list(reversed(opened.items())))),
+        ("oversize", "513 bytes to open a stream", bytes(513)),
+    ):
+        yield {**bad, "given": given}
 
 
 def derivations() -> Iterator[Vector]:
@@ -204,13 +178,3 @@ def derivations() -> Iterator[Vector]:
         ("the same members again", record(nonce=b"\x09" * 8)),
     ):
         yield derived(f"id of {name}", "crew_id", {"record": plain(of)}, digest(of).hex())
-
-
-def stream_peers(crew: dict[str, Any]) -> StreamPeers:
-    return StreamPeers(bytes.fromhex(crew["crew"]), crew["stage"], tuple(crew["members"]))
-
-
-def read(message: dict[str, Any], kind: Any) -> Any:
-    """Return a message without its type as a struct `kind`."""
-    tag = kind.__struct_config__.tag
-    return msgspec.msgpack.decode(pack({"type": tag, **message} if tag else message), type=kind)

@@ -69,6 +69,15 @@ GROUP: dict[str, Any] = {
         {**COMPLETION, "text": "8", "tokens": 8, "logprob": -9.5, "finish": "length"},
     ],
 }
+RULES: dict[str, Any] = {
+    "min_completions": 2,
+    "max_completions": 16,
+    "max_tokens": 64,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "groups_per_second": 16.0,
+}
+"""Rules of a manifest."""
 PACKED = {
     "token_ids": struct.pack("<3I", 1, 2**32 - 1, 300),
     "logprobs": struct.pack("<3f", -0.5, -1.25, 0.0),
@@ -186,17 +195,24 @@ def accepted(name: str, read_as: str, frame: bytes, value: Any) -> Vector:
     }
 
 
-def rejected(reason: str, name: str, frame: bytes, read_as: str = "group") -> Vector:
+def encoded(name: str, read_as: str, message: dict[str, Any]) -> Vector:
+    return accepted(name, read_as, pack(message), message)
+
+
+def rejected(
+    reason: str, name: str, frame: bytes | dict[str, Any], read_as: str = "group"
+) -> Vector:
+    """Return the vector of a rejected frame. A message is packed."""
     return {
         "name": name,
         "read_as": read_as,
         "verdict": "reject",
         "reason": reason,
-        "frame": parts(frame),
+        "frame": parts(frame if isinstance(frame, bytes) else pack(frame)),
     }
 
 
-def refusals(read_as: str, *rows: tuple[str, str, bytes]) -> Iterator[Vector]:
+def refusals(read_as: str, *rows: tuple[str, str, bytes | dict[str, Any]]) -> Iterator[Vector]:
     """Yield the rejected frames of rows of (reason, name, frame)."""
     for reason, name, frame in rows:
         yield rejected(reason, name, frame, read_as)

@@ -11,10 +11,10 @@ from protocol.generate.frames import (
     OTHER_KEY,
     SWARM,
     Vector,
-    accepted,
     changed,
     derived,
-    pack,
+    encoded,
+    plain,
     refusals,
     rejected,
     sealed,
@@ -43,44 +43,30 @@ def numbered(count: int) -> list[list[Any]]:
 
 def polls() -> Iterator[Vector]:
     beginning = {**REQUEST, "life": b"", "position": 0}
-    yield accepted("a request", "listing_request", pack(REQUEST), REQUEST)
-    yield accepted("a request from the beginning", "listing_request", pack(beginning), beginning)
-    last = {**REQUEST, "position": 2**63 - 1}
-    yield accepted("the last position", "listing_request", pack(last), last)
-    hasty = {**REQUEST, "patience": 0}
-    yield accepted("a request without patience", "listing_request", pack(hasty), hasty)
-    patience = pack({**REQUEST, "patience": limits.PATIENCE_SECONDS + 1})
-    yield rejected("bounds", "a patience of 11 s", patience, "listing_request")
+    for name, request in (
+        ("a request", REQUEST),
+        ("a request from the beginning", beginning),
+        ("the last position", {**REQUEST, "position": 2**63 - 1}),
+        ("a request without patience", {**REQUEST, "patience": 0}),
+    ):
+        yield encoded(name, "listing_request", request)
     yield from refusals(
         "listing_request",
-        ("bounds", "a position without a life", pack({**beginning, "position": 1})),
+        ("bounds", "a patience of 11 s", {**REQUEST, "patience": limits.PATIENCE_SECONDS + 1}),
+        ("bounds", "a position without a life", {**beginning, "position": 1}),
         ("oversize", "a request of 97 bytes", bytes(limits.LISTING_REQUEST_BYTES + 1)),
     )
-
+    longest = [AUTHOR, "a" * 64, 2**63 - 1, limits.GROUP_BYTES, 0.125]
+    full = [[content, *longest] for content, *_ in numbered(limits.LISTED)]
     for name, listing in (
         ("a listing", LISTING),
         ("nothing new", {**LISTING, "groups": []}),
-        (
-            "14 groups, none of them short",
-            {
-                **LISTING,
-                "groups": [
-                    [content, AUTHOR, "a" * 64, 2**63 - 1, limits.GROUP_BYTES, 0.125]
-                    for content, *_ in numbered(limits.LISTED)
-                ],
-            },
-        ),
+        ("14 groups, none of them short", {**LISTING, "groups": full}),
         ("later", {**LISTING, "status": "busy", "groups": []}),
         ("of another swarm", {**LISTING, "status": "unknown", "position": 0, "groups": []}),
         ("no spread", changed(LISTING, "groups.0.5", 0.0)),
     ):
-        yield accepted(name, "listing_response", pack(listing), listing)
-    yield from refusals(
-        "listing_response",
-        ("bounds", "15 groups", pack({**LISTING, "groups": numbered(limits.LISTED + 1)})),
-        ("bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2})),
-        ("bounds", "groups and no ok", pack({**LISTING, "status": "busy"})),
-    )
+        yield encoded(name, "listing_response", listing)
     for name, place, value in (
         ("no task", 2, ""),
         ("a task with a space", 2, "rg/chain sum"),
@@ -90,49 +76,48 @@ def polls() -> Iterator[Vector]:
         ("more spread than rewards have", 5, 0.5625),
         ("less spread than none", 5, -0.125),
     ):
-        yield rejected(
-            "bounds", name, pack(changed(LISTING, f"groups.0.{place}", value)), "listing_response"
-        )
+        listing = changed(LISTING, f"groups.0.{place}", value)
+        yield rejected("bounds", name, listing, "listing_response")
     yield from refusals(
         "listing_response",
-        ("schema", "a group with an extra claim", pack(changed(LISTING, "groups.0", [*LISTED, 1]))),
-        ("schema", "a group with a missing claim", pack(changed(LISTING, "groups.0", LISTED[:-1]))),
+        ("bounds", "15 groups", {**LISTING, "groups": numbered(limits.LISTED + 1)}),
+        ("bounds", "a group twice", {**LISTING, "groups": [LISTED] * 2}),
+        ("bounds", "groups and no ok", {**LISTING, "status": "busy"}),
+        ("schema", "a group with an extra claim", changed(LISTING, "groups.0", [*LISTED, 1])),
+        ("schema", "a group with a missing claim", changed(LISTING, "groups.0", LISTED[:-1])),
         ("oversize", "a listing without end", bytes(limits.LISTING_RESPONSE_BYTES + 1)),
     )
 
 
 def fetches() -> Iterator[Vector]:
     contents = [listed[0] for listed in numbered(16)]
-    for name, request in (
-        ("a fetch", {"contents": contents[:1]}),
-        ("a fetch of 16 groups", {"contents": contents}),
-    ):
-        yield accepted(name, "groups_request", pack(request), request)
+    yield encoded("a fetch", "groups_request", {"contents": contents[:1]})
+    yield encoded("a fetch of 16 groups", "groups_request", {"contents": contents})
     yield from refusals(
         "groups_request",
-        ("bounds", "a fetch of nothing", pack({"contents": []})),
-        ("bounds", "a fetch of 17 groups", pack({"contents": [bytes([n]) * 2 for n in range(17)]})),
-        ("oversize", "a fetch of a thousand groups", pack({"contents": [contents[0]] * 1000})),
-        ("bounds", "a fetch of one group twice", pack({"contents": contents[:1] * 2})),
+        ("bounds", "a fetch of nothing", {"contents": []}),
+        ("bounds", "a fetch of 17 groups", {"contents": [bytes([n]) * 2 for n in range(17)]}),
+        ("oversize", "a fetch of a thousand groups", {"contents": [contents[0]] * 1000}),
+        ("bounds", "a fetch of one group twice", {"contents": contents[:1] * 2}),
     )
     group = {"status": "ok", "body": sealed(GROUP)}
     absent, later = {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}
-    answer = {"groups": [group, absent, later]}
-    yield accepted(
-        "a group, a missing one, and one that did not fit", "groups_response", pack(answer), answer
-    )
-    largest = {"groups": [{"status": "ok", "body": bytes(limits.GROUP_BYTES)}, *[absent] * 15]}
-    yield accepted("as much as fits", "groups_response", pack(largest), largest)
+    largest = {"status": "ok", "body": bytes(limits.GROUP_BYTES)}
+    for name, groups in (
+        ("a group, a missing one, and one that did not fit", [group, absent, later]),
+        ("as much as fits", [largest, *[absent] * 15]),
+    ):
+        yield encoded(name, "groups_response", {"groups": groups})
     half = {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2)}
-    more = {"groups": [half, {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2 + 1)}]}
+    more = {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2 + 1)}
     yield from refusals(
         "groups_response",
-        ("bounds", "more than 1 MiB together", pack(more)),
-        ("bounds", "no groups", pack({"groups": []})),
-        ("bounds", "17 answers", pack({"groups": [absent] * 17})),
-        ("bounds", "ok and no group", pack({"groups": [{**group, "body": b""}]})),
-        ("bounds", "a missing group", pack({"groups": [{**group, "status": "unknown"}]})),
-        ("schema", "a group without a status", pack({"groups": [without(group, "status")]})),
+        ("bounds", "more than 1 MiB together", {"groups": [half, more]}),
+        ("bounds", "no groups", {"groups": []}),
+        ("bounds", "17 answers", {"groups": [absent] * 17}),
+        ("bounds", "ok and no group", {"groups": [{**group, "body": b""}]}),
+        ("bounds", "a missing group", {"groups": [{**group, "status": "unknown"}]}),
+        ("schema", "a group without a status", {"groups": [without(group, "status")]}),
         ("oversize", "groups without end", bytes(limits.GROUPS_RESPONSE_BYTES + 1)),
     )
 
@@ -166,14 +151,8 @@ def derivations() -> Iterator[Vector]:
         ("of several authors", several, beginning, [1, 2, 3, 4, *range(11, 21)]),
         ("without groups that the reader made or sent", passed_on, beginning, [1]),
     ):
-        given = {
-            "life": LIFE.hex(),
-            "last": held[-1][0],
-            "held": held,
-            "own": "me",
-            "reader": "reader",
-            "request": request,
-        }
+        given = {"life": LIFE.hex(), "last": held[-1][0], "held": held}
+        given |= {"own": "me", "reader": "reader", "request": request}
         yield derived(f"a listing {name}", "listing", given, listed)
     frame = sealed(GROUP)
     other = OTHER_KEY.public_key().public_bytes_raw()
@@ -187,6 +166,5 @@ def derivations() -> Iterator[Vector]:
         ("with another spread, which only a scorer detects", 5, 0.0, None),
     ):
         said = changed({"listed": LISTED}, f"listed.{place}", value)["listed"]
-        plain = [item.hex() if isinstance(item, bytes) else item for item in said]
-        given = {"swarm": SWARM.hex(), "listed": plain, "frame": frame.hex()}
+        given = plain({"swarm": SWARM, "listed": said, "frame": frame})
         yield derived(f"a group listed {name}", "listed", given, verdict)

@@ -12,11 +12,13 @@ from protocol.generate.frames import (
     OTHER_KEY,
     OTHER_PEER,
     PEER,
+    RULES,
     SWARM,
     TASKS,
     Vector,
     accepted,
     changed,
+    encoded,
     pack,
     refusals,
     rejected,
@@ -25,6 +27,8 @@ from protocol.generate.frames import (
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import sign
 from swarmnode.wire.manifest import manifest_id
+
+CREATED_AT = 1_790_000_000_000
 
 
 def manifests() -> Iterator[Vector]:
@@ -37,24 +41,16 @@ def manifests() -> Iterator[Vector]:
     }
     task = {"id": "builtin/copy", "version": TASKS["builtin/copy"], "settings": '{"digits": 3}'}
     other_task = {"id": "rg/chain_sum", "version": TASKS["rg/chain_sum"], "settings": ""}
-    rules: dict[str, Any] = {
-        "min_completions": 2,
-        "max_completions": 16,
-        "max_tokens": 64,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "groups_per_second": 16.0,
-    }
     good: dict[str, Any] = {
         "name": "vectors",
         "founder": founder,
-        "created_at": 1_790_000_000_000,
+        "created_at": CREATED_AT,
         "predecessor": b"",
         "minimum_version": "0.1.0",
         "protocols": list(ids.PROTOCOLS),
         "models": [model],
         "tasks": [task, other_task],
-        "rollouts": rules,
+        "rollouts": RULES,
         "settings": [{"key": "training.advantage", "value": '"grpo"'}],
         "bootstrap": [f"/dns4/example.org/tcp/9512/p2p/{PEER}"],
         "access": {"members": [], "secret": b""},
@@ -70,32 +66,28 @@ def manifests() -> Iterator[Vector]:
         payload = message if isinstance(message, bytes) else pack(message)
         return sealed(payload, codec, key=key, domain=domain, swarm=manifest_id(payload))
 
-    def opened(name: str, message: dict[str, Any]) -> Vector:
-        return accepted(
-            name,
-            "manifest",
-            signed(message),
-            {"swarm": manifest_id(pack(message)), "manifest": message},
-        )
-
-    def refused(reason: str, name: str, message: dict[str, Any] | bytes) -> Vector:
-        return rejected(reason, name, signed(message), "manifest")
-
-    yield opened("a manifest", good)
-    yield opened(
-        "the same a millisecond later, another swarm",
-        {**good, "created_at": good["created_at"] + 1},
-    )
-    yield opened("a successor", {**good, "predecessor": manifest_id(pack(good))})
-    yield opened("any model", {**good, "models": []})
-    yield opened("private", {**good, "access": {"members": members, "secret": b"\x44" * 32}})
-    yield opened("a name beyond ASCII", {**good, "name": "Schwärm ≤ 7"})
+    for name, message in (
+        ("a manifest", good),
+        ("the same a millisecond later, another swarm", {**good, "created_at": CREATED_AT + 1}),
+        ("a successor", {**good, "predecessor": manifest_id(pack(good))}),
+        ("any model", {**good, "models": []}),
+        ("private", {**good, "access": {"members": members, "secret": b"\x44" * 32}}),
+        ("a name beyond ASCII", {**good, "name": "Schwärm ≤ 7"}),
+        (
+            "512 members",
+            changed(good, "access.members", [f"{n:03}" + "a" * 49 for n in range(512)]),
+        ),
+    ):
+        value = {"swarm": manifest_id(pack(message)), "manifest": message}
+        yield accepted(name, "manifest", signed(message), value)
     room = limits.MANIFEST_BYTES - len(signed(good))
-    most = {
-        **good,
-        "access": {"members": [f"{number:03}" + "a" * 49 for number in range(512)], "secret": b""},
-    }
-    yield opened("512 members", most)
+    elsewhere = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, SWARM).signature
+    honest = {"key": founder, "payload": pack(good), "signature": elsewhere, "codec": "raw"}
+    taken = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, manifest_id(pack(good))).signature
+    altered = {"payload": pack({**good, "minimum_version": "0.1.1"}), "signature": taken}
+    identity = b"\x01" + bytes(31)
+    anybody = {"key": identity, "payload": pack({**good, "founder": identity})}
+    nested = pack(good).split(pack("models"))[0] + pack("models") + b"\x91" * 60_000
     yield from refusals(
         "manifest",
         ("oversize", "one byte too long", signed(pack(good) + bytes(room + 1))),
@@ -106,32 +98,16 @@ def manifests() -> Iterator[Vector]:
         ("compression", "said to be compressed", signed(good, codec="zstd")),
         ("signature", "another domain", signed(good, domain=ids.DOMAIN_ROLLOUT)),
         ("signature", "signed by somebody else", signed(good, OTHER_KEY)),
+        ("signature", "signed for another swarm id", honest),
+        ("signature", "one byte altered", {**honest, **altered}),
+        (
+            "signature",
+            "a founder's key of small order",
+            {**honest, **anybody, "signature": FORGED_SIGNATURE},
+        ),
+        ("schema", "60,000 nested arrays in models", signed(nested)),
+        ("schema", "60,000 empty maps for tasks", signed({**good, "tasks": [{}] * 60_000})),
     )
-    elsewhere = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, SWARM).signature
-    honest = {"key": founder, "payload": pack(good), "signature": elsewhere, "codec": "raw"}
-    yield rejected("signature", "signed for another swarm id", pack(honest), "manifest")
-    altered = pack({**good, "minimum_version": "0.1.1"})
-    taken = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, manifest_id(pack(good))).signature
-    yield rejected(
-        "signature",
-        "one byte altered",
-        pack({**honest, "payload": altered, "signature": taken}),
-        "manifest",
-    )
-    identity = b"\x01" + bytes(31)
-    anybody = {
-        "key": identity,
-        "payload": pack({**good, "founder": identity}),
-        "signature": FORGED_SIGNATURE,
-        "codec": "raw",
-    }
-    yield rejected("signature", "a founder's key of small order", pack(anybody), "manifest")
-    yield refused(
-        "schema",
-        "60,000 nested arrays in models",
-        pack(good).split(pack("models"))[0] + pack("models") + b"\x91" * 60_000,
-    )
-    yield refused("schema", "60,000 empty maps for tasks", pack({**good, "tasks": [{}] * 60_000}))
     for name, path, value in (
         ("no name", "name", ""),
         ("a name of 65 bytes", "name", "a" * 65),
@@ -161,20 +137,15 @@ def manifests() -> Iterator[Vector]:
         ("members in another order", "access.members", list(reversed(members))),
         ("513 members", "access.members", [f"{number:03}" for number in range(513)]),
     ):
-        yield refused("bounds", name, changed(good, path, value))
-    request, response = {"swarm": SWARM}, {"manifest": signed(good), "successor": b""}
-    yield accepted("a request", "manifest_request", pack(request), request)
+        yield rejected("bounds", name, signed(changed(good, path, value)), "manifest")
+    yield encoded("a request", "manifest_request", {"swarm": SWARM})
     yield rejected("oversize", "a request of 65 bytes", bytes(65), "manifest_request")
-    yield accepted("a response", "manifest_response", pack(response), response)
-    unknown = {"manifest": b"", "successor": b""}
-    yield accepted("unknown", "manifest_response", pack(unknown), unknown)
+    response = {"manifest": signed(good), "successor": b""}
+    yield encoded("a response", "manifest_response", response)
+    yield encoded("unknown", "manifest_response", {"manifest": b"", "successor": b""})
     yield from refusals(
         "manifest_response",
-        (
-            "bounds",
-            "a successor to nothing",
-            pack({**response, "manifest": b"", "successor": b"\0"}),
-        ),
-        ("bounds", "a manifest one byte too long", pack({**response, "manifest": bytes(65_537)})),
+        ("bounds", "a successor to nothing", {"manifest": b"", "successor": b"\0"}),
+        ("bounds", "a manifest one byte too long", {**response, "manifest": bytes(65_537)}),
         ("oversize", "a response one byte too long", bytes(131_137)),
     )

@@ -12,6 +12,7 @@ from protocol.generate.frames import (
     Vector,
     accepted,
     changed,
+    encoded,
     pack,
     refusals,
     rejected,
@@ -64,26 +65,17 @@ RESPONSE: dict[str, Any] = {
 
 
 def summaries() -> Iterator[Vector]:
-    for name, message in (
-        ("a summary", SUMMARY),
-        (
-            "of a node without a name, a step or a reward",
-            {**SUMMARY, "name": "", "step": 0, "reward": -1.0, "reward_step": 0},
-        ),
-        ("64 bytes of name", {**SUMMARY, "name": "ü" * 32}),
-        (
-            "largest numbers",
-            {
-                **SUMMARY,
-                **dict.fromkeys(
-                    ("uptime", "step", "policy_version", "reward_step", "published", "peers"),
-                    2**63 - 1,
-                ),
-            },
-        ),
-        ("reward 0", {**SUMMARY, "reward": 0.0}),
-        ("reward 1", {**SUMMARY, "reward": 1.0}),
+    fresh = {"name": "", "step": 0, "reward": -1.0, "reward_step": 0}
+    counters = ("uptime", "step", "policy_version", "reward_step", "published", "peers")
+    for name, fields in (
+        ("a summary", {}),
+        ("of a node without a name, a step or a reward", fresh),
+        ("64 bytes of name", {"name": "ü" * 32}),
+        ("largest numbers", dict.fromkeys(counters, 2**63 - 1)),
+        ("reward 0", {"reward": 0.0}),
+        ("reward 1", {"reward": 1.0}),
     ):
+        message = {**SUMMARY, **fields}
         yield accepted(name, "summary", signed(message), {"peer": PEER, "summary": message})
     for name, path, value in (
         ("65 bytes of name", "name", "a" * 65),
@@ -96,66 +88,58 @@ def summaries() -> Iterator[Vector]:
         ("reward below 0", "reward", -0.5),
         ("reward below -1", "reward", -2.0),
     ):
-        yield rejected("bounds", name, signed(changed(SUMMARY, path, value)), "summary")
-    yield rejected("signature", "of another domain", signed(SUMMARY, ids.DOMAIN_SESSION), "summary")
-    yield rejected("signature", "of another swarm", signed(SUMMARY, swarm=OTHER_SWARM), "summary")
-    yield rejected("compression", "said to be compressed", signed(SUMMARY, codec="zstd"), "summary")
-    yield rejected("malformed", "truncated", signed(SUMMARY)[:-1], "summary")
-    yield rejected("oversize", "513 bytes", bytes(513), "summary")
+        yield rejected("bounds", name, signed({**SUMMARY, path: value}), "summary")
+    yield from refusals(
+        "summary",
+        ("signature", "of another domain", signed(SUMMARY, ids.DOMAIN_SESSION)),
+        ("signature", "of another swarm", signed(SUMMARY, swarm=OTHER_SWARM)),
+        ("compression", "said to be compressed", signed(SUMMARY, codec="zstd")),
+        ("malformed", "truncated", signed(SUMMARY)[:-1]),
+        ("oversize", "513 bytes", bytes(513)),
+    )
 
 
 def sessions() -> Iterator[Vector]:
-    def refused(reason: str, name: str, frame: bytes) -> Vector:
-        return rejected(reason, name, frame, "session")
-
     good = signed(SESSION, ids.DOMAIN_SESSION)
     yield accepted("a session", "session", good, {"peer": PEER, "session": SESSION})
-    yield refused("signature", "of another domain", signed(SESSION, ids.DOMAIN_ROLLOUT))
-    yield refused(
-        "compression", "said to be compressed", signed(SESSION, ids.DOMAIN_SESSION, codec="zstd")
+    compressed = signed(SESSION, ids.DOMAIN_SESSION, codec="zstd")
+    yield from refusals(
+        "session",
+        ("signature", "of another domain", signed(SESSION, ids.DOMAIN_ROLLOUT)),
+        ("compression", "said to be compressed", compressed),
+        ("malformed", "truncated", good[:-1]),
+        ("oversize", "513 bytes", bytes(513)),
     )
-    yield refused("malformed", "truncated", good[:-1])
-    yield refused("oversize", "513 bytes", bytes(513))
 
 
 def messages() -> Iterator[Vector]:
-    for name, message in (
-        ("a request", REQUEST),
-        (
-            "a request of a node that shares nothing",
-            {**REQUEST, "addresses": [], "session": b"", "summary": b"", "used": 0},
-        ),
-        (
-            "a request with the longest envelopes",
-            {**REQUEST, "session": bytes(512), "summary": bytes(512), "used": 2**63 - 1},
-        ),
+    nothing = {"addresses": [], "session": b"", "summary": b"", "used": 0}
+    longest = {"session": bytes(512), "summary": bytes(512), "used": 2**63 - 1}
+    for name, fields in (
+        ("a request", {}),
+        ("a request of a node that shares nothing", nothing),
+        ("a request with the longest envelopes", longest),
     ):
-        yield accepted(name, "neighbours_request", pack(message), message)
-    for name, path, value in (
-        ("9 addresses", "addresses", REQUEST["addresses"] * 5),
-        ("an address of 257 characters", "addresses.0", "/" * 257),
-        ("an address with a line break", "addresses.0", "/ip4/192.0.2.7/tcp/9512\n"),
-        ("a session of 513 bytes", "session", bytes(513)),
-        ("a summary of 513 bytes", "summary", bytes(513)),
-    ):
-        yield rejected("bounds", name, pack(changed(REQUEST, path, value)), "neighbours_request")
+        yield encoded(name, "neighbours_request", {**REQUEST, **fields})
     nested = pack(REQUEST)[:1] + pack("addresses") + b"\x91" * 4000
-    yield rejected("schema", "4000 nested arrays", nested, "neighbours_request")
-    yield rejected("oversize", "a request of 4097 bytes", bytes(4097), "neighbours_request")
-    for name, message in (
-        ("a response", RESPONSE),
-        ("nothing", {**RESPONSE, "peers": [], "sessions": [], "summaries": [], "successor": b""}),
-        (
-            "32 peers, 4 sessions, 8 summaries",
-            {
-                **RESPONSE,
-                "peers": RESPONSE["peers"] * 32,
-                "sessions": [b"a"] * 4,
-                "summaries": [b"a"] * 8,
-            },
-        ),
+    yield from refusals(
+        "neighbours_request",
+        ("bounds", "9 addresses", {**REQUEST, "addresses": REQUEST["addresses"] * 5}),
+        ("bounds", "an address of 257 characters", changed(REQUEST, "addresses.0", "/" * 257)),
+        ("bounds", "an address with a line break", changed(REQUEST, "addresses.0", "/ip4/x\n")),
+        ("bounds", "a session of 513 bytes", {**REQUEST, "session": bytes(513)}),
+        ("bounds", "a summary of 513 bytes", {**REQUEST, "summary": bytes(513)}),
+        ("schema", "4000 nested arrays", nested),
+        ("oversize", "a request of 4097 bytes", bytes(4097)),
+    )
+    nothing = {"peers": [], "sessions": [], "summaries": [], "successor": b""}
+    most = {"peers": RESPONSE["peers"] * 32, "sessions": [b"a"] * 4, "summaries": [b"a"] * 8}
+    for name, fields in (
+        ("a response", {}),
+        ("nothing", nothing),
+        ("32 peers, 4 sessions, 8 summaries", most),
     ):
-        yield accepted(name, "neighbours_response", pack(message), message)
+        yield encoded(name, "neighbours_response", {**RESPONSE, **fields})
     for name, path, value in (
         ("33 peers", "peers", RESPONSE["peers"] * 33),
         ("9 addresses of a peer", "peers.0.addresses", REQUEST["addresses"] * 5),
@@ -169,9 +153,9 @@ def messages() -> Iterator[Vector]:
         ("a successor of 31 bytes", "successor", bytes(31)),
         ("a successor of 33 bytes", "successor", bytes(33)),
     ):
-        yield rejected("bounds", name, pack(changed(RESPONSE, path, value)), "neighbours_response")
+        yield rejected("bounds", name, changed(RESPONSE, path, value), "neighbours_response")
     yield from refusals(
         "neighbours_response",
-        ("schema", "a peer with a name", pack(changed(RESPONSE, "peers.0.name", "me"))),
+        ("schema", "a peer with a name", changed(RESPONSE, "peers.0.name", "me")),
         ("oversize", "73,729 bytes", bytes(73_729)),
     )

@@ -171,9 +171,5 @@ def registry() -> str:
         lines += ["", f"[{table}]"]
         for name, value in values.items():
             comment = comments.get((table, name))
-            lines.append(f"{name} = {_toml(value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"{name} = {json.dumps(value)}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value)

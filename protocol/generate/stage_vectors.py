@@ -57,14 +57,14 @@ def header(tag: str, place: Any = PLACE, **fields: Any) -> dict[str, Any]:
     return {"type": tag, "place": place, **fields}
 
 
-def joined(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
+def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
     data = head if isinstance(head, bytes) else pack(head)
     return struct.pack(">I", len(data)) + data + body
 
 
 def learn(about: dict[str, Any] = BATCH, values: bytes = floats(*VALUES), **fields: Any) -> bytes:
     """Return a `forward` with `about`, otherwise valid."""
-    return joined(header("forward", **{**forward_fields(about), **fields}), pack(about) + values)
+    return framed(header("forward", **{**forward_fields(about), **fields}), pack(about) + values)
 
 
 def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
@@ -77,13 +77,17 @@ def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
-    head = {"wave": WAVE, "codec": "float32", "rows": ROWS, "about": len(pack(about)), **fields}
-    return joined(header("prefill", **head), pack(about) + floats(*VALUES))
+def prefill_fields(about: dict[str, Any]) -> dict[str, Any]:
+    return {"wave": WAVE, "codec": "float32", "rows": ROWS, "about": len(pack(about))}
 
 
-def good(name: str, frame: bytes, value: dict[str, Any], **given: Any) -> Vector:
-    return {**accepted(name, "stage_frame", frame, value), "given": {**GIVEN, **given}}
+def good(
+    name: str, head: dict[str, Any], body: bytes = b"", codec: str = "", /, **value: Any
+) -> Vector:
+    """Return the vector of a frame. codec: the crew's, if the header's is another or has none."""
+    crew = {**GIVEN, "codec": codec or head.get("codec", "float32")}
+    frame = accepted(name, "stage_frame", framed(head, body), {"header": head, **value})
+    return {**frame, "given": crew}
 
 
 def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
@@ -114,96 +118,52 @@ PROPOSE = SMALL[9]
 
 def frames() -> Iterator[Vector]:
     for number, message in enumerate(SMALL):
-        yield good(f"{message['type']} {number}", joined(message), {"header": message})
+        yield good(f"{message['type']} {number}", message)
     largest = [CREW, 63, 2**63 - 1]
-    yield good(
-        "largest place",
-        joined(header("done", largest, attempt=2**63 - 1)),
-        {"header": header("done", largest, attempt=2**63 - 1)},
-    )
+    yield good("largest place", header("done", largest, attempt=2**63 - 1))
 
-    value = {
-        "header": header("forward", **forward_fields(BATCH)),
-        "about": BATCH,
-        "values": floats(*VALUES),
-    }
-    yield good("forward", learn(), value)
-    scored = {**BATCH, "loss": None}
-    head = header("forward", **{**forward_fields(scored), "purpose": "score"})
-    told = {"header": head, "about": scored, "values": floats(*VALUES)}
-    yield good("forward to score", joined(head, pack(scored) + floats(*VALUES)), told)
-    corrected = {**BATCH, "loss": {**LOSS, "loss_type": "grpo", "correction": "icepop"}}
-    head = header("forward", **forward_fields(corrected))
-    yield good(
-        "forward with the other loss and correction",
-        learn(corrected),
-        {"header": head, "about": corrected, "values": floats(*VALUES)},
-    )
+    values, few = {"values": floats(*VALUES)}, {"values": floats(*VALUES[:8])}
+    for name, about, fields in (
+        ("forward", BATCH, {}),
+        ("forward to score", {**BATCH, "loss": None}, {"purpose": "score"}),
+        (
+            "forward with the other loss and correction",
+            {**BATCH, "loss": {**LOSS, "loss_type": "grpo", "correction": "icepop"}},
+            {},
+        ),
+    ):
+        head = header("forward", **{**forward_fields(about), **fields})
+        yield good(name, head, pack(about) + floats(*VALUES), about=about, **values)
     bits = struct.pack(
         "<12H", *(struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in VALUES)
     )
     head = header("forward", **{**forward_fields(BATCH), "codec": "bfloat16"})
-    exact = {"header": head, "about": BATCH, "values": floats(*VALUES)}
-    yield good("forward in bfloat16", joined(head, pack(BATCH) + bits), exact, codec="bfloat16")
+    yield good("forward in bfloat16", head, pack(BATCH) + bits, "bfloat16", about=BATCH, **values)
     scales, codes = (0.1, 0.0, 3.0), (127, -127, 1, 0, 5, -5, 0, 0, 1, 2, 3, 4)
     head = header("forward", **{**forward_fields(BATCH), "codec": "int8"})
     single = [struct.unpack("<f", floats(s))[0] for s in scales]
-    told = {
-        "header": head,
-        "about": BATCH,
-        "values": floats(*(single[n // 4] * q + 0.0 for n, q in enumerate(codes))),
-    }
-    yield good(
-        "forward in int8",
-        joined(head, pack(BATCH) + floats(*scales) + struct.pack("<12b", *codes)),
-        told,
-        codec="int8",
-    )
-    wide = tuple(0.5 for _ in range(96))
+    scaled = floats(*(single[n // 4] * q + 0.0 for n, q in enumerate(codes)))
+    body = pack(BATCH) + floats(*scales) + struct.pack("<12b", *codes)
+    yield good("forward in int8", head, body, "int8", about=BATCH, values=scaled)
     head = header("backward", micro_batch=9, codec="int8", rows=1)
     body = floats(0.5, 0.5) + struct.pack("<96b", *([1] * 96))
-    yield good(
-        "blocks of 48, where 64 does not divide 96",
-        joined(head, body),
-        {"header": head, "values": floats(*wide)},
-        hidden=96,
-    )
+    wide = good("blocks of 48, where 64 does not divide 96", head, body, values=floats(*[0.5] * 96))
+    yield {**wide, "given": {**GIVEN, "hidden": 96}}
     head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
-    yield good(
-        "backward",
-        joined(head, floats(*VALUES)),
-        {"header": head, "values": floats(*VALUES)},
-        codec="int8",
-    )
+    yield good("backward", head, floats(*VALUES), "int8", **values)
 
-    head = {"wave": WAVE, "codec": "float32", "rows": ROWS, "about": len(pack(WAVE_ABOUT))}
-    yield good(
-        "prefill",
-        prefill(),
-        {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)},
-    )
+    head = header("prefill", **prefill_fields(WAVE_ABOUT))
+    yield good("prefill", head, pack(WAVE_ABOUT) + floats(*VALUES), about=WAVE_ABOUT, **values)
     head = header("decode", wave=WAVE, codec="float32", rows=2)
-    yield good(
-        "decode",
-        joined(head, ids(1, 3) + floats(*VALUES[:8])),
-        {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])},
-    )
+    yield good("decode", head, ids(1, 3) + floats(*VALUES[:8]), names=[1, 3], **few)
     head = header("tokens", wave=WAVE, rows=2)
-    yield good(
-        "tokens",
-        joined(head, ids(49, 0) + floats(-0.5, 0.0)),
-        {"header": head, "ids": [49, 0], "logprobs": [-0.5, 0.0]},
-    )
+    told: dict[str, Any] = {"ids": [49, 0], "logprobs": [-0.5, 0.0]}
+    yield good("tokens", head, ids(49, 0) + floats(-0.5, 0.0), **told)
     head = header("scores", micro_batch=9, rows=2)
-    told = {"header": head, "logprobs": [-0.5, -1.5], "entropies": [2.0, 0.0]}
-    yield good("scores", joined(head, floats(-0.5, -1.5, 2.0, 0.0)), told)
+    told = {"logprobs": [-0.5, -1.5], "entropies": [2.0, 0.0]}
+    yield good("scores", head, floats(-0.5, -1.5, 2.0, 0.0), **told)
     head = header("embedding", attempt=2, first=48, rows=2)
-    yield good(
-        "embedding",
-        joined(head, floats(*VALUES[:8])),
-        {"header": head, "values": floats(*VALUES[:8])},
-        codec="int8",
-    )
+    yield good("embedding", head, floats(*VALUES[:8]), "int8", **few)
 
 
 def hostile_headers() -> Iterator[Vector]:
@@ -212,7 +172,7 @@ def hostile_headers() -> Iterator[Vector]:
     backward = header("backward", micro_batch=9, codec="float32", rows=1)
     forward = header("forward", **forward_fields(BATCH))
     embedding = header("embedding", attempt=2, first=49, rows=2)
-    frame, packed = joined(done), pack(done)
+    frame, packed = framed(done), pack(done)
     deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
     yield from bads(
         ("oversize", "an empty header", bytes(4)),
@@ -222,7 +182,7 @@ def hostile_headers() -> Iterator[Vector]:
         ("truncated", "half a header", frame[:-3]),
         ("truncated", "a missing body", learn()[: -4 * ROWS * HIDDEN]),
         ("truncated", "a body without its last byte", learn()[:-1]),
-        ("size", "a proposal with a body", joined(propose, bytes(16))),
+        ("size", "a proposal with a body", framed(propose, bytes(16))),
         ("schema", "an unknown purpose", learn(purpose="poison")),
     )
     for reason, name, head in (
@@ -255,124 +215,119 @@ def hostile_headers() -> Iterator[Vector]:
         ("bounds", "fewer than no tokens", {**learnt, "tokens": -1.0}),
         ("bounds", "squares below 0", {**learnt, "squares": -1.0}),
     ):
-        yield bad(reason, name, joined(head))
+        yield bad(reason, name, framed(head))
 
 
 def hostile_bodies() -> Iterator[Vector]:
-    def batch(reason: str, name: str, path: str, value: Any, **fields: Any) -> Vector:
-        return bad(reason, name, learn(changed(BATCH, path, value), **fields))
-
-    def wave(reason: str, name: str, **fields: Any) -> Vector:
-        return bad(reason, name, prefill({**WAVE_ABOUT, **fields}))
-
-    yield bad("size", "a byte behind the body", learn() + b"\0")
-    yield bad("schema", "a description that is a number", learn_raw(b"\0"))
-    yield bad("malformed", "a description and a byte", learn_raw(pack(BATCH) + b"\0"))
-    yield bad("malformed", "a description cut short", learn_raw(pack(BATCH)[:-1]))
-    yield bad("schema", "a description of a wave", learn(WAVE_ABOUT))
-    yield bad("schema", "a description with a reward", learn({**BATCH, "reward": 1.0}))
+    short, two = floats(*VALUES[:8]), {"prompt_lengths": [1, 1], "prompt_ids": ids(7, 8)}
+    yield from bads(
+        ("size", "a byte behind the body", learn() + b"\0"),
+        ("schema", "a description that is a number", learn_raw(b"\0")),
+        ("malformed", "a description and a byte", learn_raw(pack(BATCH) + b"\0")),
+        ("malformed", "a description cut short", learn_raw(pack(BATCH)[:-1])),
+        ("schema", "a description of a wave", learn(WAVE_ABOUT)),
+        ("schema", "a description with a reward", learn({**BATCH, "reward": 1.0})),
+        ("shape", "rows beyond the description", learn(values=short, rows=2)),
+        ("bounds", "a prompt that nothing answers", learn({**BATCH, **two})),
+        ("bounds", "prompts out of order", learn({**BATCH, **two, "prompt_of": [1, 0]})),
+        (
+            "bounds",
+            "a prompt twice",
+            learn({**BATCH, **two, "prompt_ids": ids(7, 7), "prompt_of": [0, 1]}),
+        ),
+        ("bounds", "a loss to score", learn(purpose="score")),
+    )
     yield bad("schema", "activations in a codec that is not the crew's", learn(), codec="int8")
-    yield batch("schema", "an unknown loss", "loss.loss_type", "mse")
-    yield batch("schema", "an unknown correction", "loss.correction", "retrace")
-    yield batch("schema", "no normalizer", "loss.normalizer", None)
-    yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
-    yield batch("shape", "one id short", "completion_ids", ids(3, 4))
-    yield bad("shape", "rows beyond the description", learn(values=floats(*VALUES[:8]), rows=2))
-    yield batch("shape", "one log-probability short", "loss.sampler_logprobs", floats(-0.5, -1.0))
-    yield batch(
-        "shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0)
-    )
-    yield batch("shape", "no weights", "loss.weights", b"")
-    yield batch("bounds", "ids of seven bytes", "prompt_ids", ids(7, 49)[:-1])
-    yield batch("bounds", "a token id of vocab", "completion_ids", ids(3, 4, VOCAB))
-    yield batch("bounds", "token id 2**32 - 1", "prompt_ids", ids(7, 2**32 - 1))
-    yield batch("bounds", "no prompts", "prompt_lengths", [])
-    yield batch("bounds", "a prompt of no tokens", "prompt_lengths", [0, 2])
-    yield batch("bounds", "a completion of -1 tokens", "completion_lengths", [-1, 4])
-    yield batch("bounds", "a completion of 2**40 tokens", "completion_lengths", [1, 2**40])
-    yield batch("bounds", "an answer to a missing prompt", "prompt_of", [0, 1])
-    yield batch("bounds", "an answer to prompt -1", "prompt_of", [0, -1])
-    yield batch("bounds", "three owners of two completions", "prompt_of", [0, 0, 0])
-    two = {**BATCH, "prompt_lengths": [1, 1], "prompt_ids": ids(7, 8)}
-    yield bad("bounds", "a prompt that nothing answers", learn(two))
-    yield bad("bounds", "prompts out of order", learn({**two, "prompt_of": [1, 0]}))
-    yield bad(
-        "bounds", "a prompt twice", learn({**two, "prompt_ids": ids(7, 7), "prompt_of": [0, 1]})
-    )
-    padded = {
-        **BATCH,
-        "prompt_lengths": [1],
-        "prompt_ids": ids(7),
-        "prompt_of": [0] * 12,
-        "completion_lengths": [1] * 11 + [30],
-        "completion_ids": ids(*[3] * 41),
-        "loss": None,
-    }
-    yield bad(
-        "bounds",
-        "373 padded tokens of at most 192",
-        learn(padded, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score"),
-    )
-    yield batch("bounds", "no loss to learn from", "loss", None)
-    yield bad("bounds", "a loss to score", learn(purpose="score"))
-    yield batch("bounds", "temperature 0", "temperature", 0.0)
-    yield batch("bounds", "a normalizer of 0", "loss.normalizer", 0.0)
-    yield batch("not_finite", "a temperature of nan", "temperature", NAN)
-    yield batch("not_finite", "an advantage of infinity", "loss.advantages", floats(INF, 0.0))
-    yield batch("not_finite", "a weight of nan", "loss.weights", floats(1.0, NAN))
-    yield batch(
-        "not_finite", "a log-probability of nan", "loss.sampler_logprobs", floats(-0.5, NAN, -0.25)
-    )
-    yield batch("not_finite", "a normalizer of infinity", "loss.normalizer", INF)
+    for reason, name, path, value in (
+        ("schema", "an unknown loss", "loss.loss_type", "mse"),
+        ("schema", "an unknown correction", "loss.correction", "retrace"),
+        ("schema", "no normalizer", "loss.normalizer", None),
+        ("shape", "ids for another length", "prompt_ids", ids(7, 48, 9)),
+        ("shape", "one id short", "completion_ids", ids(3, 4)),
+        ("shape", "one log-probability short", "loss.sampler_logprobs", floats(-0.5, -1.0)),
+        (
+            "shape",
+            "three advantages for two completions",
+            "loss.advantages",
+            floats(1.0, -1.0, 0.0),
+        ),
+        ("shape", "no weights", "loss.weights", b""),
+        ("bounds", "ids of seven bytes", "prompt_ids", ids(7, 49)[:-1]),
+        ("bounds", "a token id of vocab", "completion_ids", ids(3, 4, VOCAB)),
+        ("bounds", "token id 2**32 - 1", "prompt_ids", ids(7, 2**32 - 1)),
+        ("bounds", "no prompts", "prompt_lengths", []),
+        ("bounds", "a prompt of no tokens", "prompt_lengths", [0, 2]),
+        ("bounds", "a completion of -1 tokens", "completion_lengths", [-1, 4]),
+        ("bounds", "a completion of 2**40 tokens", "completion_lengths", [1, 2**40]),
+        ("bounds", "an answer to a missing prompt", "prompt_of", [0, 1]),
+        ("bounds", "an answer to prompt -1", "prompt_of", [0, -1]),
+        ("bounds", "three owners of two completions", "prompt_of", [0, 0, 0]),
+        ("bounds", "no loss to learn from", "loss", None),
+        ("bounds", "temperature 0", "temperature", 0.0),
+        ("bounds", "a normalizer of 0", "loss.normalizer", 0.0),
+        ("not_finite", "a temperature of nan", "temperature", NAN),
+        ("not_finite", "a normalizer of infinity", "loss.normalizer", INF),
+        ("not_finite", "an advantage of infinity", "loss.advantages", floats(INF, 0.0)),
+        ("not_finite", "a weight of nan", "loss.weights", floats(1.0, NAN)),
+        (
+            "not_finite",
+            "a log-probability of nan",
+            "loss.sampler_logprobs",
+            floats(-0.5, NAN, -0.25),
+        ),
+    ):
+        yield bad(reason, name, learn(changed(BATCH, path, value)))
+    many = {"prompt_lengths": [1], "prompt_ids": ids(7), "prompt_of": [0] * 12, "loss": None}
+    many |= {"completion_lengths": [1] * 11 + [30], "completion_ids": ids(*[3] * 41)}
+    frame = learn({**BATCH, **many}, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score")
+    yield bad("bounds", "373 padded tokens of at most 192", frame)
+    learnt = header("backward", micro_batch=9, codec="float32", rows=ROWS)
+    rough, small = ({**learnt, "codec": codec, "rows": 1} for codec in ("bfloat16", "int8"))
+    tied = header("embedding", attempt=2, first=0, rows=1)
+    scores, tokens = header("scores", micro_batch=9, rows=1), header("tokens", wave=WAVE, rows=1)
     for value in (NAN, INF):
-        yield bad(
-            "not_finite", f"an activation of {value}", learn(values=floats(*VALUES[:-1], value))
-        )
-        head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
-        yield bad("not_finite", f"a gradient of {value}", joined(head, floats(value, *VALUES[1:])))
-    head = header("backward", micro_batch=9, codec="bfloat16", rows=1)
-    yield bad(
-        "not_finite", "a bfloat16 of nan", joined(head, struct.pack("<4H", 0x3F80, 0x7FC0, 0, 0))
-    )
-    head = header("backward", micro_batch=9, codec="int8", rows=1)
-    yield bad("not_finite", "a scale of nan", joined(head, floats(NAN) + bytes(4)))
-    yield bad(
-        "not_finite", "a scale that overflows", joined(head, floats(3e38) + bytes((2, 0, 0, 0)))
-    )
-    yield bad("bounds", "a scale below 0", joined(head, floats(-1.0) + bytes(4)))
-    yield bad("bounds", "a code of -128", joined(head, floats(1.0) + bytes((0x80, 0, 0, 0))))
-    head = header("embedding", attempt=2, first=0, rows=1)
-    yield bad(
-        "not_finite", "an embedding's gradient of nan", joined(head, floats(0.0, NAN, 0.0, 0.0))
-    )
-    head = header("scores", micro_batch=9, rows=1)
-    yield bad("not_finite", "an entropy of nan", joined(head, floats(-1.0, NAN)))
-    head = header("tokens", wave=WAVE, rows=1)
-    yield bad("not_finite", "a drawn token of nan", joined(head, ids(3) + floats(NAN)))
-    yield bad("bounds", "a drawn token above certainty", joined(head, ids(3) + floats(0.5)))
-    yield bad(
-        "bounds", "a drawn token outside the vocabulary", joined(head, ids(VOCAB) + floats(-0.5))
-    )
+        wrong = learn(values=floats(*VALUES[:-1], value))
+        yield bad("not_finite", f"an activation of {value}", wrong)
+        gradient = framed(learnt, floats(value, *VALUES[1:]))
+        yield bad("not_finite", f"a gradient of {value}", gradient)
+    for reason, name, head, body in (
+        ("not_finite", "a bfloat16 of nan", rough, struct.pack("<4H", 0x3F80, 0x7FC0, 0, 0)),
+        ("not_finite", "a scale of nan", small, floats(NAN) + bytes(4)),
+        ("not_finite", "a scale that overflows", small, floats(3e38) + bytes((2, 0, 0, 0))),
+        ("bounds", "a scale below 0", small, floats(-1.0) + bytes(4)),
+        ("bounds", "a code of -128", small, floats(1.0) + bytes((0x80, 0, 0, 0))),
+        ("not_finite", "an embedding's gradient of nan", tied, floats(0.0, NAN, 0.0, 0.0)),
+        ("not_finite", "an entropy of nan", scores, floats(-1.0, NAN)),
+        ("not_finite", "a drawn token of nan", tokens, ids(3) + floats(NAN)),
+        ("bounds", "a drawn token above certainty", tokens, ids(3) + floats(0.5)),
+        ("bounds", "a drawn token outside the vocabulary", tokens, ids(VOCAB) + floats(-0.5)),
+    ):
+        yield bad(reason, name, framed(head, body))
 
-    yield wave("shape", "a wave's ids for other lengths", ids=ids(7, 8))
-    yield wave("shape", "a wave with other rows", lengths=[1, 1], ids=ids(7, 8))
-    yield wave("bounds", "a wave of no prompts", lengths=[], ids=b"")
-    yield wave("bounds", "a wave without completions", num_generations=0)
-    yield wave("bounds", "more tokens than the crew's", max_tokens=15)
-    yield wave("bounds", "2**40 tokens", max_tokens=2**40)
-    yield wave("bounds", "no tokens", max_tokens=0)
-    yield wave("bounds", "a seed of 2**63", seed=2**63)
-    yield wave("bounds", "a token id outside the vocabulary", ids=ids(7, 8, VOCAB))
-    yield wave("bounds", "a wave's temperature below 0", temperature=-1.0)
-    yield wave("bounds", "top-p 0", top_p=0.0)
-    yield wave("bounds", "top-p above 1", top_p=1.01)
-    yield wave("not_finite", "a wave's temperature of nan", temperature=NAN)
-    yield wave("not_finite", "top-p of infinity", top_p=INF)
-    yield wave("schema", "a wave of an unknown kind", kind="beam")
+    for reason, name, fields in (
+        ("shape", "a wave's ids for other lengths", {"ids": ids(7, 8)}),
+        ("shape", "a wave with other rows", {"lengths": [1, 1], "ids": ids(7, 8)}),
+        ("bounds", "a wave of no prompts", {"lengths": [], "ids": b""}),
+        ("bounds", "a wave without completions", {"num_generations": 0}),
+        ("bounds", "more tokens than the crew's", {"max_tokens": 15}),
+        ("bounds", "2**40 tokens", {"max_tokens": 2**40}),
+        ("bounds", "no tokens", {"max_tokens": 0}),
+        ("bounds", "a seed of 2**63", {"seed": 2**63}),
+        ("bounds", "a token id outside the vocabulary", {"ids": ids(7, 8, VOCAB)}),
+        ("bounds", "a wave's temperature below 0", {"temperature": -1.0}),
+        ("bounds", "top-p 0", {"top_p": 0.0}),
+        ("bounds", "top-p above 1", {"top_p": 1.01}),
+        ("not_finite", "a wave's temperature of nan", {"temperature": NAN}),
+        ("not_finite", "top-p of infinity", {"top_p": INF}),
+        ("schema", "a wave of an unknown kind", {"kind": "beam"}),
+    ):
+        about = {**WAVE_ABOUT, **fields}
+        frame = framed(header("prefill", **prefill_fields(about)), pack(about) + floats(*VALUES))
+        yield bad(reason, name, frame)
 
 
 def learn_raw(about: bytes) -> bytes:
-    return joined(
+    return framed(
         header("forward", **{**forward_fields(BATCH), "about": len(about)}), about + floats(*VALUES)
     )
 
@@ -414,63 +369,45 @@ def fences() -> Iterator[Vector]:
         yield derived(f"a frame of {name}", "stage_fence", given, output)
 
 
-COMMITS: dict[str, list[list[Any]]] = {
-    "a step": [["propose", 1, [1, 2], 0.5], ["gradient", 1], ["gradient", 2], ["commit", 1]],
-    "two steps": [
-        ["propose", 1, [1], 0.5],
-        ["gradient", 1],
-        ["commit", 1],
-        ["propose", 2, [2], 0.25],
-        ["gradient", 2],
-        ["commit", 2],
-    ],
-    "a gradient before its proposal": [["gradient", 1], ["propose", 1, [1], 0.5]],
-    "gradients twice, unasked, and after the acknowledgement": [
-        ["propose", 1, [1, 2], 0.5],
-        ["gradient", 1],
-        ["gradient", 1],
-        ["gradient", 3],
-        ["gradient", 2],
-        ["gradient", 4],
-    ],
-    "a gradient that is not finite": [
-        ["propose", 1, [1], None],
-        ["gradient", 1],
-        ["abort", 1],
-        ["propose", 2, [2], 0.5],
-    ],
-    "an abort before all gradients are here, and another attempt": [
-        ["propose", 1, [1, 2], 0.5],
-        ["gradient", 1],
-        ["abort", 1],
-        ["gradient", 2],
-        ["propose", 2, [3], 0.25],
-        ["gradient", 3],
-        ["commit", 2],
-    ],
-    "an abort after the acknowledgement": [["propose", 1, [1], 0.5], ["gradient", 1], ["abort", 1]],
-    "a commit before all gradients are here": [["propose", 1, [1], 0.5], ["commit", 1]],
-    "a commit of another attempt": [["propose", 3, [1], 0.5], ["gradient", 1], ["commit", 2]],
-    "a commit twice": [["propose", 1, [1], 0.5], ["gradient", 1], ["commit", 1], ["commit", 1]],
-    "a commit without a proposal": [["commit", 0]],
-    "an abort without a proposal": [["abort", 0]],
-    "an abort of another attempt": [["propose", 3, [1], 0.5], ["abort", 2]],
-    "a proposal before the last one is decided": [
-        ["propose", 1, [1], 0.5],
-        ["propose", 2, [2], 0.5],
-    ],
-    "an attempt number that was used": [
-        ["propose", 2, [1], 0.5],
-        ["abort", 2],
-        ["propose", 2, [1], 0.5],
-    ],
+COMMITS: dict[str, str] = {
+    "a step": "propose 1 of 1 2, gradient 1, gradient 2, commit 1",
+    "two steps": ("propose 1 of 1, gradient 1, commit 1, propose 2 of 2, gradient 2, commit 2"),
+    "a gradient before its proposal": "gradient 1, propose 1 of 1",
+    "gradients twice, unasked, and after the acknowledgement": (
+        "propose 1 of 1 2, gradient 1, gradient 1, gradient 3, gradient 2, gradient 4"
+    ),
+    "a gradient that is not finite": ("propose nan 1 of 1, gradient 1, abort 1, propose 2 of 2"),
+    "an abort before all gradients are here, and another attempt": (
+        "propose 1 of 1 2, gradient 1, abort 1, gradient 2, propose 2 of 3, gradient 3, commit 2"
+    ),
+    "an abort after the acknowledgement": "propose 1 of 1, gradient 1, abort 1",
+    "a commit before all gradients are here": "propose 1 of 1, commit 1",
+    "a commit of another attempt": "propose 3 of 1, gradient 1, commit 2",
+    "a commit twice": "propose 1 of 1, gradient 1, commit 1, commit 1",
+    "a commit without a proposal": "commit 0",
+    "an abort without a proposal": "abort 0",
+    "an abort of another attempt": "propose 3 of 1, abort 2",
+    "a proposal before the last one is decided": "propose 1 of 1, propose 2 of 2",
+    "an attempt number that was used": "propose 2 of 1, abort 2, propose 2 of 1",
 }
-"""["propose", attempt, micro-batches, squared norm (None: not finite)], ["gradient", micro-batch],
-["commit", attempt], ["abort", attempt]. Garbage ends the crew, so it is last."""
+"""Name → events: `propose`, an attempt and its micro-batches (`nan`: the norm of their gradients is
+not finite), `gradient` and its micro-batch, `commit` or `abort` and an attempt. Garbage ends the
+crew, so it is last."""
+
+
+def _event(text: str) -> list[Any]:
+    kind, *words = text.split()
+    if kind != "propose":
+        return [kind, int(words[0])]
+    finite = words[0] != "nan"
+    attempt, _, *micro_batches = words[not finite :]
+    norm = 2.0 ** -int(attempt) if finite else None
+    return [kind, int(attempt), [int(number) for number in micro_batches], norm]
 
 
 def commits() -> Iterator[Vector]:
-    for name, events in COMMITS.items():
+    for name, texts in COMMITS.items():
+        events = [_event(text) for text in texts.split(", ")]
         given = {"step": 5, "events": events}
         yield derived(f"taking a step: {name}", "stage_commit", given, answers(5, events))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from protocol.generate.frames import Vector, accepted, derived, pack, rejected
-from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
+from protocol.generate.frames import Vector, accepted, derived, rejected
+from protocol.generate.stage_vectors import CREW, GIVEN, PLACE, framed
 from swarmnode.stages.specs import StageSpec
 from swarmnode.stages.stage_frames import activation_bytes
 from swarmnode.stages.state_messages import hash_body, state_bytes
@@ -18,7 +17,6 @@ from swarmnode.stages.trainer.copy_codec import encode_copy
 from swarmnode.weights.layout import make_layout
 
 ROOT = b"\x46" * 32
-NAN = float("nan")
 
 
 def message(tag: str, **fields: Any) -> dict[str, Any]:
@@ -80,11 +78,6 @@ def wrong(reason: str, name: str, data: bytes) -> Vector:
     return {**rejected(reason, name, data, "state_message"), "given": GIVEN}
 
 
-def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
-    data = head if isinstance(head, bytes) else pack(head)
-    return struct.pack(">I", len(data)) + data + body
-
-
 def messages() -> Iterator[Vector]:
     for number, good in enumerate(GOOD):
         yield right(f"{good['type']} {number}", good)
@@ -98,46 +91,42 @@ def messages() -> Iterator[Vector]:
         )
     yield right("a run of the first stage", {**RUN, "codec": None}, b"about")
 
-    def bad(
-        reason: str, name: str, head: dict[str, Any] | bytes, body: bytes = b"", /, **fields: Any
-    ) -> Vector:
-        whole = head if isinstance(head, bytes) else framed({**head, **fields}, body)
-        return wrong(reason, name, whole)
-
-    yield bad("oversize", "no header", bytes(4))
-    yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
-    yield bad("truncated", "two bytes", bytes(2))
-    yield bad("truncated", "half a header", framed(HAVE)[:-9])
-    yield bad("truncated", "a missing chunk", chunk)
-    yield bad("truncated", "a chunk without its last byte", chunk, b"ab")
-    yield bad("size", "a byte behind a chunk", chunk, b"abcd")
-    yield bad("schema", "an unknown message", message("take"))
-    yield bad("schema", "an unknown phase", INVENTORY, phase="loading")
-    yield bad("schema", "an unknown body", WANT, what="keys")
-    yield bad("schema", "an output that is wanted", WANT, what="output")
-    yield bad("schema", "layers that are kept", message("announce", what="layers", step=40))
-    yield bad("schema", "an unknown reason", message("lack", reason="tired"))
-    yield bad(
-        "truncated", "a run without its last byte", RUN, bytes(5 + 4 * 2 * GIVEN["hidden"] - 1)
-    )
-    yield bad("bounds", "a run of no rows", RUN, rows=0)
-    yield bad(
-        "bounds", "a run of more rows than the crew has tokens", RUN, rows=GIVEN["tokens"] + 1
-    )
-    yield bad("bounds", "a run without a description", RUN, about=0)
-    yield bad(
-        "bounds",
-        "a run with a description that no micro-batch has",
-        RUN,
-        about=48 * (GIVEN["tokens"] + 16) + 1,
-    )
-    yield bad("bounds", "a checkpoint of stage 64", WANT, of=64)
-    yield bad("bounds", "the rest of a checkpoint without its root", WANT, at=5)
-    yield bad("bounds", "layers from byte 1 on", WANT, what="layers", at=1, root=ROOT)
-    yield bad("bounds", "a chunk of nothing", message("chunk", at=0, length=0))
-    yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1))
-    yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 64, 40])
-    yield bad("bounds", "a squared norm below 0", HAVE, squared_norm=-1.0)
+    tokens, hidden = GIVEN["tokens"], GIVEN["hidden"]
+    for reason, name, data in (
+        ("oversize", "no header", bytes(4)),
+        ("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff"),
+        ("truncated", "two bytes", bytes(2)),
+        ("truncated", "half a header", framed(HAVE)[:-9]),
+        ("truncated", "a missing chunk", framed(chunk)),
+        ("truncated", "a chunk without its last byte", framed(chunk, b"ab")),
+        ("size", "a byte behind a chunk", framed(chunk, b"abcd")),
+        ("truncated", "a run without its last byte", framed(RUN, bytes(5 + 8 * hidden - 1))),
+    ):
+        yield wrong(reason, name, data)
+    for reason, name, header in (
+        ("schema", "an unknown message", message("take")),
+        ("schema", "an unknown phase", {**INVENTORY, "phase": "loading"}),
+        ("schema", "an unknown body", {**WANT, "what": "keys"}),
+        ("schema", "an output that is wanted", {**WANT, "what": "output"}),
+        ("schema", "layers that are kept", message("announce", what="layers", step=40)),
+        ("schema", "an unknown reason", message("lack", reason="tired")),
+        ("bounds", "a run of no rows", {**RUN, "rows": 0}),
+        ("bounds", "a run of more rows than the crew has tokens", {**RUN, "rows": tokens + 1}),
+        ("bounds", "a run without a description", {**RUN, "about": 0}),
+        (
+            "bounds",
+            "a run with a description that no micro-batch has",
+            {**RUN, "about": 48 * (tokens + 16) + 1},
+        ),
+        ("bounds", "a checkpoint of stage 64", {**WANT, "of": 64}),
+        ("bounds", "the rest of a checkpoint without its root", {**WANT, "at": 5}),
+        ("bounds", "layers from byte 1 on", {**WANT, "what": "layers", "at": 1, "root": ROOT}),
+        ("bounds", "a chunk of nothing", message("chunk", at=0, length=0)),
+        ("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1)),
+        ("bounds", "state of stage 64", {**HAVE, "place": [CREW, 64, 40]}),
+        ("bounds", "a squared norm below 0", {**HAVE, "squared_norm": -1.0}),
+    ):
+        yield wrong(reason, name, framed(header))
 
 
 def derivations() -> Iterator[Vector]:

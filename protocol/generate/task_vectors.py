@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from protocol.generate.frames import Vector, derived
 from swarmnode.tasks import chat
-from swarmnode.tasks.answers import find_answer, has_text_after
 from swarmnode.tasks.builtin import GENERATORS, Item
+from swarmnode.tasks.client import prepare
 from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.scorer import judge
 from swarmnode.tasks.statement import states
+from swarmnode.wire.messages import TaskRef
 
 BUILTIN = ("builtin/copy", "builtin/sum")
 ADDRESSES = ((0, 0), (5 << 20, 7), ((2**42 - 1) << 20, 2**20 - 1))
@@ -24,12 +26,8 @@ def item(task: str, seed: int, index: int) -> Item:
 
 
 def worth(task: str, seed: int, index: int, text: str) -> float:
-    answer = find_answer(text)
-    return (
-        item(task, seed, index).reward(answer)
-        if len(answer.encode()) <= TASKS[task].max_answer_bytes and not has_text_after(text, "tag")
-        else 0.0
-    )
+    question = prepare(TaskRef(task, task_version(task), seed, index), [text])
+    return judge(question, item).rewards[0]
 
 
 def tasks() -> Iterator[Vector]:

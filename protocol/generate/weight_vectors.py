@@ -7,14 +7,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import (
-    SWARM,
-    Vector,
-    accepted,
-    derived,
-    pack,
-    rejected,
-)
+from protocol.generate.frames import SWARM, Vector, derived, encoded, refusals
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
@@ -31,81 +24,54 @@ TENSORS = [
 
 
 def messages() -> Iterator[Vector]:
-    good: list[dict[str, Any]] = [
-        {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12, "blocks": b"\xff" * 128},
-        {
-            "type": "swap",
-            "id": SWAP,
-            "fingerprint": FINGERPRINT,
-            "fragment": 1023,
-            "outer_step": 2**63 - 1,
-            "blocks": b"\x3d",
-        },
+    here: dict[str, Any] = {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12}
+    here["blocks"] = b"\xff" * 128
+    swap: dict[str, Any] = {"type": "swap", "id": SWAP, "fingerprint": FINGERPRINT}
+    swap |= {"fragment": 1023, "outer_step": 2**63 - 1, "blocks": b"\x3d"}
+    ready: dict[str, Any] = {"type": "ready", "id": SWAP, "transfer": TRANSFER, "root": ROOT}
+    ready |= {"size": 62_817, "outer_step": 5}
+    refusal = {"type": "refused", "id": SWAP, "reason": "other_policy"}
+    for message in (
+        here,
+        swap,
         {"type": "accepted", "id": SWAP, "outer_step": 0, "blocks": b"\x01"},
         {"type": "busy", "id": SWAP},
-        {"type": "refused", "id": SWAP, "reason": "other_policy"},
-        {"type": "refused", "id": SWAP, "reason": "over"},
-        {"type": "refused", "id": SWAP, "reason": "stranger"},
+        *({**refusal, "reason": reason} for reason in ("other_policy", "over", "stranger")),
         {"type": "payload", "id": SWAP},
-        {
-            "type": "ready",
-            "id": SWAP,
-            "transfer": TRANSFER,
-            "root": ROOT,
-            "size": 62_817,
-            "outer_step": 5,
-        },
-    ]
-    for message in good:
-        yield accepted(
-            f"{message['type']} {message.get('reason', '')}".strip(),
-            "weights",
-            pack(message),
-            message,
-        )
-    here, swap, _, _, refusal, *_, ready = good
-
-    def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
-        return rejected(verdict, name, pack({**message, **fields}), "weights")
-
-    yield refused("bounds", "fragment 1024", swap, fragment=1024)
-    yield refused("bounds", "1032 blocks", here, blocks=b"\1" * 129)
-    yield refused("bounds", "nothing to fetch", ready, size=0)
-    yield refused("schema", "another reason", refusal, reason="tired")
-    yield refused("schema", "an unknown type", here, type="average")
-    yield rejected("oversize", "257 bytes", bytes(257), "weights")
+        ready,
+    ):
+        name = f"{message['type']} {message.get('reason', '')}".strip()
+        yield encoded(name, "weights", message)
+    yield from refusals(
+        "weights",
+        ("bounds", "fragment 1024", {**swap, "fragment": 1024}),
+        ("bounds", "1032 blocks", {**here, "blocks": b"\1" * 129}),
+        ("bounds", "nothing to fetch", {**ready, "size": 0}),
+        ("schema", "another reason", {**refusal, "reason": "tired"}),
+        ("schema", "an unknown type", {**here, "type": "average"}),
+        ("oversize", "257 bytes", bytes(257)),
+    )
 
 
 def states() -> Iterator[Vector]:
-    request = {"type": "state_request", "fingerprint": FINGERPRINT}
-    response = {
-        "type": "state_response",
-        "outer_step": 31,
-        "transfer": TRANSFER,
-        "root": ROOT,
-        "size": 1_000_000,
-    }
-    for message in (request, response):
-        yield accepted(str(message["type"]), "weights_state", pack(message), message)
-    yield rejected("bounds", "a state of no bytes", pack({**response, "size": 0}), "weights_state")
-    yield rejected("oversize", "257 bytes of a state", bytes(257), "weights_state")
+    response = {"type": "state_response", "outer_step": 31, "transfer": TRANSFER, "root": ROOT}
+    response["size"] = 1_000_000
+    for message in ({"type": "state_request", "fingerprint": FINGERPRINT}, response):
+        yield encoded(str(message["type"]), "weights_state", message)
+    yield from refusals(
+        "weights_state",
+        ("bounds", "a state of no bytes", {**response, "size": 0}),
+        ("oversize", "257 bytes of a state", bytes(257)),
+    )
 
 
 def derivations() -> Iterator[Vector]:
     layout = make_layout((name, shape, dtype) for name, shape, dtype in TENSORS)
     adapters = (None, LoraShape(8, 16, ("k_proj", "q_proj")), LoraShape(8, 16, ("all-linear",)))
     for number, adapter in enumerate(adapters):
-        plain = (
-            None if adapter is None else [adapter.r, adapter.alpha, list(adapter.target_modules)]
-        )
-        given = {
-            "swarm": SWARM.hex(),
-            "base": ROOT.hex(),
-            "tokenizer": TRANSFER.hex(),
-            "layout": TENSORS,
-            "fragments": 3,
-            "adapter": plain,
-        }
+        plain = adapter and [adapter.r, adapter.alpha, list(adapter.target_modules)]
+        given = {"swarm": SWARM.hex(), "base": ROOT.hex(), "tokenizer": TRANSFER.hex()}
+        given |= {"layout": TENSORS, "fragments": 3, "adapter": plain}
         output = [
             of(SWARM, ROOT, TRANSFER, layout, 3, adapter).hex()
             for of in (fingerprint, state_fingerprint)

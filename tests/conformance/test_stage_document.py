@@ -1,6 +1,5 @@
-"""The Python of protocol/04-stages.md against the vectors and against swarmnode."""
+"""The Python of protocol/04-stages.md against swarmnode."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -18,11 +17,6 @@ from swarmnode.stages.specs import StageSpec
 from swarmnode.stages.trainer.checkfree import NeighbourLayers, average
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
-VECTORS = [
-    vector
-    for name in ("stages", "crews", "state")
-    for vector in json.loads((PROTOCOL / "vectors" / f"{name}.json").read_text())["vectors"]
-]
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +26,6 @@ def document():
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, namespace)
     return namespace
-
-
-def frames(*types):
-    """Yield (header, length of the whole frame, value, values from the crew's model) of valid
-    frames."""
-    found = []
-    for vector in VECTORS:
-        if vector.get("read_as") == "stage_frame" and vector["verdict"] == "accept":
-            data = b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
-            value = vector["value"]
-            if not types or value["header"]["type"] in types:
-                found.append((value["header"], data, value, vector["given"]))
-    assert found
-    return found
-
-
-def test_descriptions_of_the_vectors_fit(document):
-    for kind, fits in (("forward", "micro_batch_fits"), ("prefill", "wave_fits")):
-        for header, _, value, given in frames(kind):
-            about, rows, tokens = value["about"], header["rows"], given["tokens"]
-            assert document[fits](about, rows, tokens)
-            assert not document[fits](about, rows + 1, tokens)
-            assert not document[fits](about, rows, 1)
 
 
 def test_step_retention_matches_swarmnode(document):
