@@ -311,7 +311,7 @@ class DatasetConfig(Section):
     answer: str = "answer"
     """Column of the right answer. For an environment: field of an action that holds the answer."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, math, json (docs/verifiers.md), or your own
+    """Verifier: exact, numeric, choice, boxed, math, json (docs/verifiers.md), or your own
     reward function, `module:function`."""
     extract: str = "auto"
     """Place of the answer in a completion: tag, boxed, last_number, last_letter, last_line, fenced

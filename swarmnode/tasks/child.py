@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -218,6 +219,21 @@ def _make_environment(hash_seed: str) -> dict[str, str]:
 # ---- frames, with retries ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ScorerLimits:
+    """Limits of a scorer child, in seconds."""
+
+    request: float = 10.0
+    """Wall-clock time of one request of up to 64 groups."""
+    cpu: int = 2
+    """CPU time of one request."""
+    startup: float = 60.0
+    """Wall-clock time of the start of a child."""
+
+
+LIMITS = ScorerLimits()
+
+
 class FrameClient:
     """A scorer child that is started when it is needed and replaced after a failure, and its
     counters.
@@ -225,9 +241,6 @@ class FrameClient:
     Args:
         setups: Returns the tasks that a child loads, as JSON of `frames.TaskSetup`.
         hash_seed: PYTHONHASHSEED of the child.
-        deadline: Wall-clock limit of one request of up to 64 groups, in seconds.
-        cpu_seconds: CPU time limit of one request, in seconds.
-        startup_seconds: Wall-clock limit of the start of a child, in seconds.
         alive: Called after each request.
         clock: Clock of the deadlines, seconds.
     """
@@ -235,21 +248,17 @@ class FrameClient:
     def __init__(
         self,
         setups: Callable[[], str],
+        limits: ScorerLimits,
         *,
         hash_seed: str = "0",
-        deadline: float = 10.0,
-        cpu_seconds: int = 2,
-        startup_seconds: float = 60.0,
         alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.child: Child | None = None
-        self.tally = Tally()
+        self._counts = ScorerStatistics()
         self._setups = setups
         self._hash_seed = hash_seed
-        self._deadline = deadline
-        self._cpu_seconds = cpu_seconds
-        self._startup_seconds = startup_seconds
+        self._limits = limits
         self._alive = alive
         self._clock = clock
 
@@ -279,15 +288,15 @@ class FrameClient:
         try:
             # The CPU time of a formula takes about a second on a busy machine.
             extra = max(len(each.answers) if each.formulas else 0 for each in questions)
-            scored = yield from self._within(self._deadline + extra, child.ask(questions))
+            scored = yield from self._within(self._limits.request + extra, child.ask(questions))
         except (ScorerDied, TimeoutError) as error:
-            return self.tally.failure(error, self.end())
+            return self._failure(error, self.end())
         except BaseException:
             self.end()  # interrupted inside a frame: the pipe may hold part of a response
             raise
         finally:
             self._alive()
-        return self.tally.frame(questions, scored)
+        return self.tally(questions, scored)
 
     def start(self) -> Generator[TimedWait, bool, Child]:
         """Return the running child; start one if there is none. Raises ScorerFailed."""
@@ -295,14 +304,14 @@ class FrameClient:
             self.end()  # this process is a fork; close its copies of the parent's pipes only
         if self.child is None:
             try:
-                self.child = Child(self._cpu_seconds, self._setups(), self._hash_seed)
-                yield from self._within(self._startup_seconds, self.child.hello())
+                self.child = Child(self._limits.cpu, self._setups(), self._hash_seed)
+                yield from self._within(self._limits.startup, self.child.hello())
             except (OSError, ScorerDied) as error:  # TimeoutError is an OSError
-                raise self.tally.failure(error, self.end(), starting=True) from None
+                raise self._failure(error, self.end(), starting=True) from None
             except BaseException:
                 self.end()
                 raise
-            self.tally.started()
+            self._add(starts=1)
         return self.child
 
     def _within(
@@ -326,7 +335,63 @@ class FrameClient:
 
     def statistics(self, waiting: int = 0) -> ScorerStatistics:
         """Return the counters. `waiting` is the number of queued questions."""
-        return self.tally.snapshot(self.child, waiting)
+        child = self.child
+        return msgspec.structs.replace(
+            self._counts,
+            pid=child.pid if child else None,
+            layers=child.layers if child else (),
+            waiting=waiting,
+        )
+
+    def tally(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
+        """Count a frame and return its results. A question that could not be made has the result
+        QuestionFailed.
+        """
+        errors, refusals = Counter(self._counts.reward_errors), Counter(self._counts.refusals)
+        results: list[Scored | ScoreError] = []
+        for question, result in zip(questions, scored, strict=True):
+            skipped = question.answers.count(None) + sum(None in each for each in question.actions)
+            self._add(
+                groups=1,
+                completions=len(question.answers) + len(question.actions),
+                skipped=skipped,
+            )
+            if result.error:
+                errors[question.task] += result.errors or 1
+                self._set(last_reward_error=f"{question.task}: {result.error}")
+            if result.refusals:
+                refusals[question.task] += sum(result.refusals.values())
+                self._set(last_refusal=f"{question.task}: {', '.join(result.refusals)}")
+            results.append(
+                result
+                if result.prompt
+                else QuestionFailed(f"{question.task} made no question: {result.error}")
+            )
+        self._add(frames=1)
+        self._set(reward_errors=dict(errors), refusals=dict(refusals))
+        return results
+
+    def unknown(self, error: TaskUnknown) -> TaskUnknown:
+        """Count a question that cannot be regenerated, and return the error."""
+        self._add(unknown=1)
+        return error
+
+    def _failure(self, error: Exception, ending: str, *, starting: bool = False) -> ScorerFailed:
+        """Count a failure and describe it in one line: the observed error, how the child ended, and
+        the end of its standard error.
+        """
+        what = "did not start" if starting else "was replaced"
+        text = f"the scorer {what}: {error}{'; ' + ending if ending else ''}"
+        self._add(failures=1)
+        self._set(last_failure=text)
+        return ScorerFailed(text)
+
+    def _add(self, **more: int) -> None:
+        """Raise counters of `ScorerStatistics` by these numbers."""
+        self._set(**{name: getattr(self._counts, name) + count for name, count in more.items()})
+
+    def _set(self, **values: object) -> None:
+        self._counts = msgspec.structs.replace(self._counts, **values)
 
 
 class FrameScorer:
@@ -337,21 +402,12 @@ class FrameScorer:
     def __init__(
         self,
         setups: Callable[[], str],
+        limits: ScorerLimits = LIMITS,
         *,
         hash_seed: str = "0",
-        deadline: float = 10.0,
-        cpu_seconds: int = 2,
-        startup_seconds: float = 60.0,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        self._client = FrameClient(
-            setups,
-            hash_seed=hash_seed,
-            deadline=deadline,
-            cpu_seconds=cpu_seconds,
-            startup_seconds=startup_seconds,
-            alive=alive,
-        )
+        self._client = FrameClient(setups, limits, hash_seed=hash_seed, alive=alive)
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -441,78 +497,3 @@ class ScorerStatistics(msgspec.Struct, frozen=True):
     """Task → actions of its code that the sandbox refused. Rewards may be wrong since."""
     last_refusal: str = ""
     """Last such action, starting with the task."""
-
-
-class Tally:
-    """Mutable counters behind ScorerStatistics."""
-
-    def __init__(self) -> None:
-        self._frames = self._groups = self._completions = self._skipped = self._unknown = (
-            self._starts
-        ) = self._failures = 0
-        self._last_failure = ""
-        self._reward_errors: Counter[str] = Counter()
-        self._last_reward_error = ""
-        self._refusals: Counter[str] = Counter()
-        self._last_refusal = ""
-
-    def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
-        """Count a frame and return its results. A question that could not be made has the result
-        QuestionFailed.
-        """
-        self._frames += 1
-        self._groups += len(questions)
-        results: list[Scored | ScoreError] = []
-        for question, result in zip(questions, scored, strict=True):
-            self._completions += len(question.answers) + len(question.actions)
-            self._skipped += question.answers.count(None)
-            self._skipped += sum(None in actions for actions in question.actions)
-            if result.error:
-                self._reward_errors[question.task] += result.errors or 1
-                self._last_reward_error = f"{question.task}: {result.error}"
-            if result.refusals:
-                self._refusals[question.task] += sum(result.refusals.values())
-                self._last_refusal = f"{question.task}: {', '.join(result.refusals)}"
-            results.append(
-                result
-                if result.prompt
-                else QuestionFailed(f"{question.task} made no question: {result.error}")
-            )
-        return results
-
-    def unknown(self, error: TaskUnknown) -> TaskUnknown:
-        self._unknown += 1
-        return error
-
-    def started(self) -> None:
-        self._starts += 1
-
-    def failure(self, error: Exception, ending: str, *, starting: bool = False) -> ScorerFailed:
-        """Count a failure and describe it in one line: the observed error, how the child ended, and
-        the end of its standard error.
-        """
-        self._failures += 1
-        self._last_failure = (
-            f"the scorer {'did not start' if starting else 'was replaced'}:"
-            f" {error}{'; ' + ending if ending else ''}"
-        )
-        return ScorerFailed(self._last_failure)
-
-    def snapshot(self, child: Child | None, waiting: int) -> ScorerStatistics:
-        return ScorerStatistics(
-            pid=child.pid if child else None,
-            layers=child.layers if child else (),
-            frames=self._frames,
-            groups=self._groups,
-            completions=self._completions,
-            skipped=self._skipped,
-            unknown=self._unknown,
-            starts=self._starts,
-            failures=self._failures,
-            waiting=waiting,
-            last_failure=self._last_failure,
-            reward_errors=dict(self._reward_errors),
-            last_reward_error=self._last_reward_error,
-            refusals=dict(self._refusals),
-            last_refusal=self._last_refusal,
-        )

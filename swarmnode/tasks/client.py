@@ -16,7 +16,14 @@ import trio
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks.answers import extract, has_text_after
-from swarmnode.tasks.child import FrameClient, FrameScorer, ScorerStatistics, TimedWait
+from swarmnode.tasks.child import (
+    LIMITS,
+    FrameClient,
+    FrameScorer,
+    ScorerLimits,
+    ScorerStatistics,
+    TimedWait,
+)
 from swarmnode.tasks.environments import Environments, is_remote
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
@@ -38,6 +45,7 @@ __all__ = [
     "Scored",
     "Scorer",
     "ScorerFailed",
+    "ScorerLimits",
     "ScorerStatistics",
     "TaskUnknown",
     "check_tasks",
@@ -53,30 +61,10 @@ class Scorer(FrameScorer):
     """
 
     def __init__(
-        self,
-        *,
-        deadline: float = 10.0,
-        cpu_seconds: int = 2,
-        startup_seconds: float = 60.0,
-        alive: Callable[[], None] = lambda: None,
+        self, limits: ScorerLimits = LIMITS, *, alive: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(
-            encode_tasks,
-            deadline=deadline,
-            cpu_seconds=cpu_seconds,
-            startup_seconds=startup_seconds,
-            alive=alive,
-        )
+        super().__init__(encode_tasks, limits, alive=alive)
         self._environments = Environments(alive)
-
-    def prompt(self, ref: TaskRef) -> str:
-        """Return the question's text.
-
-        Raises:
-            TaskUnknown: This node cannot regenerate the question.
-            ScorerFailed: The child failed.
-        """
-        return self.score(ref, []).prompt
 
     def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
         """Return the question's text and a reward in [0, 1] for each completion.
@@ -113,11 +101,11 @@ class Scorer(FrameScorer):
             try:
                 asked.append((place, prepare(ref, completions, reveal=reveal)))
             except TaskUnknown as error:
-                results[place] = self._client.tally.unknown(error)
+                results[place] = self._client.unknown(error)
         with self._lock:
             if remote := [(place, question) for place, question in asked if is_remote(question)]:
                 questions = [question for _, question in remote]
-                found = self._client.tally.frame(questions, self._environments.judge(questions))
+                found = self._client.tally(questions, self._environments.judge(questions))
                 for (place, _), result in zip(remote, found, strict=True):
                     results[place] = result
                 asked = [(place, question) for place, question in asked if not is_remote(question)]
@@ -160,23 +148,10 @@ class AsyncScorer:
 
     Callers queue questions, and `run` sends them to the child in frames. Questions gather while a
     frame is with the child, so frames get fuller under load.
-
-    Args:
-        deadline: Wall-clock limit of one request of up to 64 groups, in seconds.
-        cpu_seconds: CPU time limit of one request, in seconds.
-        startup_seconds: Wall-clock limit of the start of a child, in seconds.
     """
 
-    def __init__(
-        self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0
-    ) -> None:
-        self._client = FrameClient(
-            encode_tasks,
-            deadline=deadline,
-            cpu_seconds=cpu_seconds,
-            startup_seconds=startup_seconds,
-            clock=trio.current_time,
-        )
+    def __init__(self, limits: ScorerLimits = LIMITS) -> None:
+        self._client = FrameClient(encode_tasks, limits, clock=trio.current_time)
         self._queue: deque[_Job] = deque()
         self._queued = trio.Event()
         self._running = False
@@ -228,32 +203,6 @@ class AsyncScorer:
             _fail([*jobs, *self._queue], ScorerFailed("the scorer was closed"))
             self._queue.clear()
 
-    async def prompt(self, ref: TaskRef) -> str:
-        """Return the question's text.
-
-        Raises:
-            TaskUnknown: This node cannot regenerate the question.
-            ScorerFailed: The child failed.
-        """
-        return (await self.score(ref, [])).prompt
-
-    async def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
-        """Return the question's text and a reward in [0, 1] for each completion.
-
-        Args:
-            completions: At most 64. For an episode task, a completion is the list of its actions so
-                far.
-
-        Raises:
-            TaskUnknown: This node cannot regenerate the question.
-            ScorerFailed: The child failed.
-            ValueError: See `prepare`.
-        """
-        (result,) = await self.score_many([(ref, completions)])
-        if isinstance(result, Exception):
-            raise result
-        return result
-
     async def score_many(
         self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]:
@@ -272,7 +221,7 @@ class AsyncScorer:
             try:
                 results.append(_Job(prepare(ref, completions)))
             except TaskUnknown as error:
-                results.append(self._client.tally.unknown(error))
+                results.append(self._client.unknown(error))
         jobs = [result for result in results if isinstance(result, _Job)]
         if jobs and not self._running:
             raise ScorerFailed("the scorer is not running")
@@ -284,7 +233,7 @@ class AsyncScorer:
                 scored = await trio.to_thread.run_sync(
                     self._environments.judge, questions, abandon_on_cancel=True
                 )
-                found = self._client.tally.frame(questions, scored)
+                found = self._client.tally(questions, scored)
                 for job, result in zip(remote, found, strict=True):
                     job.settle(result)
             for job in jobs:

@@ -249,10 +249,7 @@ def explain(text: str) -> str:
         return "it is a date, a time or a version, not a number: use the verifier exact"
     if re.search(r"\d\s*(?:-|–|to\b)\s*\d", text):
         return "it is a range, not a number: use the verifier exact"
-    return (
-        "it is not one number: write the number alone, or use the verifier boxed, math, set or"
-        " exact"
-    )
+    return "it is not one number: write the number alone, or use the verifier boxed, math or exact"
 
 
 _Number = tuple[Fraction, float, Fraction]

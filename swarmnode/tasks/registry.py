@@ -302,8 +302,7 @@ def install(
         _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, source, turns=turns)
     for task, given in settings.items():
         if task in _PROVIDED:
-            spec = _PROVIDED[task]
-            _TASKS[task] = (_game if spec.kind == "game" else _adjust)(spec, given)
+            _TASKS[task] = _adjust(_PROVIDED[task], given)
         elif task not in modules:
             raise ConfigError(
                 f"task.settings: {task!r} is neither in task.modules nor a built-in task; a"
@@ -313,17 +312,19 @@ def install(
 
 
 def _adjust(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
-    """Return a built-in task with the owner's numbers for its generator and the owner's extraction
-    method. Raises ConfigError.
+    """Return a task that ships, with the owner's settings and extraction method. Raises
+    ConfigError.
 
-    Other settings of a generator, such as operators, cannot change: they were chosen so that no
-    scorer executes an answer.
+    Of a generator's settings, only numbers can change. The others, such as operators, were chosen
+    so that no scorer executes an answer.
     """
-    where, numbers = (
-        f"task.settings.{spec.id}",
-        [name for name, value in spec.settings.items() if type(value) in (int, float)],
-    )
+    where, is_game = f"task.settings.{spec.id}", spec.kind == "game"
     extract, settings = spec.extract, dict(spec.settings)
+    free = [
+        name
+        for name, value in spec.settings.items()
+        if is_game or (spec.kind == "reasoning_gym" and type(value) in (int, float))
+    ]
     for name, value in given.items():
         if name == "extract":
             if value not in (*EXTRACTS, "auto"):
@@ -331,37 +332,17 @@ def _adjust(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
                     f"{where}: extract is {value!r}, not one of auto, {', '.join(EXTRACTS)}"
                 )
             extract = str(value)
-        elif spec.kind != "reasoning_gym" or name not in numbers:
-            known = ", ".join(["extract", *(numbers if spec.kind == "reasoning_gym" else [])])
+        elif name not in free:
+            known = ", ".join(["extract", *free])
             raise ConfigError(f"{where}: {name!r} cannot be set; there are {known}")
-        elif not _is_number(value, settings[name]):
+        elif is_game and type(value) is not type(settings[name]):
+            raise ConfigError(
+                f"{where}: {name} is {value!r}, not a value such as {settings[name]!r}"
+            )
+        elif not is_game and not _is_number(value, settings[name]):
             raise ConfigError(
                 f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as"
                 f" {settings[name]}"
-            )
-        else:
-            settings[name] = value
-    return replace(
-        spec,
-        settings=MappingProxyType(settings),
-        extract=extract,
-        nothing_after=extract
-        in ("tag", "boxed"),  # the other methods expect text around the answer
-    )
-
-
-def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
-    """Return a library's game with the owner's settings. Raises ConfigError."""
-    where, settings, extract = f"task.settings.{spec.id}", dict(spec.settings), spec.extract
-    for name, value in given.items():
-        if name == "extract" and value in (*EXTRACTS, "auto"):
-            extract = str(value)
-        elif name not in settings:
-            known = ", ".join(["extract", *settings])
-            raise ConfigError(f"{where}: {name!r} cannot be set to {value!r}; there are {known}")
-        elif type(value) is not type(settings[name]):
-            raise ConfigError(
-                f"{where}: {name} is {value!r}, not a value such as {settings[name]!r}"
             )
         else:
             settings[name] = value
@@ -371,6 +352,8 @@ def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         settings=MappingProxyType(settings),
         extract=extract,
         turns=own.read_turns(settings),
+        # the other methods, and games, expect text around the answer
+        nothing_after=not is_game and extract in ("tag", "boxed"),
     )
 
 

@@ -14,7 +14,6 @@ before any training, outside of the sandbox; it does not load the library of `ma
 from __future__ import annotations
 
 import json
-import math as floats
 import re
 import unicodedata
 from collections.abc import Callable
@@ -81,13 +80,6 @@ def read_number(text: str) -> Quantity:
 def choice(answer: str, gold: str) -> bool:
     """Compare single letters; each may be in brackets or have a full stop."""
     return read_letter(answer) == read_letter(gold)
-
-
-def members(answer: str, gold: str) -> bool:
-    """Compare sets of items: separated by commas, semicolons or lines, or a JSON list. Order and
-    case do not matter.
-    """
-    return _parse_members(answer) == _parse_members(gold)
 
 
 def boxed(answer: str, gold: str) -> bool:
@@ -194,7 +186,7 @@ def _try_number(text: str) -> Quantity | None:
 
 def equal_json(answer: str, gold: str) -> bool:
     """Compare JSON values: 1 equals 1.0, and 1 does not equal true. Decimals are exact."""
-    return _equal_values(_load_json(answer, Decimal), _load_json(gold, Decimal))
+    return _equal_values(_load_json(answer), _load_json(gold))
 
 
 def _equal_values(one: object, other: object) -> bool:
@@ -262,11 +254,6 @@ VERIFIERS: dict[str, Verifier] = {
         " dataset; the words A and I, and what follows `not` or `n't`, are skipped.",
         "last_letter",
     ),
-    "set": Verifier(
-        members,
-        "The same items in any order, separated by commas, semicolons or lines, or a JSON list."
-        " Upper and lower case do not matter.",
-    ),
     "boxed": Verifier(
         boxed,
         "The same number as by `numeric`, or the same LaTeX symbols in the same order. Spacing,"
@@ -296,29 +283,11 @@ def read_letter(text: str) -> str:
     return letter.upper()
 
 
-def _parse_members(text: str) -> frozenset[str]:
-    text = quantities.unwrap(_compose(text)).replace("\\{", "{").replace("\\}", "}")
-    if text.startswith("["):
-        loaded = _load_json(text)
-        if isinstance(loaded, list):
-            return frozenset(
-                (item if isinstance(item, str) else json.dumps(item)).strip().casefold()
-                for item in loaded
-            )
-    if text.startswith("{") and text.endswith("}"):
-        text = text[1:-1]
-    parts = text.replace(";", ",").replace("\n", ",").split(",")
-    found = frozenset(part.strip().casefold() for part in parts if part.strip())
-    if not found:
-        raise ValueError("it is empty")
-    return found
-
-
 def _compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def _load_json(text: str, parse_float: Callable[[str], object] | None = None) -> object:
+def _load_json(text: str) -> object:
     """Parse JSON that may be in a ``` block. Texts are in Unicode's composed form."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
@@ -333,7 +302,7 @@ def _load_json(text: str, parse_float: Callable[[str], object] | None = None) ->
         text,
         parse_constant=_no_constant,
         parse_int=_bounded_int,
-        parse_float=parse_float or _finite_float,
+        parse_float=Decimal,
         object_pairs_hook=_unique_keys,
     )
     return _compose_all(loaded)
@@ -354,13 +323,6 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) < len(pairs):
         raise ValueError("one of its keys occurs twice")
     return made
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if not floats.isfinite(number):
-        raise ValueError("its number is out of range")
-    return number
 
 
 def _no_constant(name: str) -> None:

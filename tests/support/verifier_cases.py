@@ -116,15 +116,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             ("A", "A or B", "AB", "A, B", "", "not B", "8"),
         ),
     ),
-    "set": (
-        Case(
-            "a, b",
-            ("b, A", "{a; b}", "$\\{a, b\\}$", "a\nb", '["b", "a"]', "a, a, b"),
-            ("a", "a, b, c", "", "{a, b", "ab"),
-        ),
-        Case("[null, true]", ("null, TRUE",), ("None, true", "true")),
-        Case("caf\u00e9, tea", ("tea, cafe\u0301",), ("tea, cafe",)),
-    ),
     "boxed": (
         Case(
             "5\\sqrt{2}",

@@ -17,6 +17,7 @@ from swarmnode.tasks.client import AsyncScorer
 from swarmnode.wire import limits
 from swarmnode.wire.envelope import Credentials
 from tests.support.authors import Author, forged_episodes
+from tests.support.fakes.scorer import score_one
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts
 from tests.support.pulling import rewards_of
@@ -119,7 +120,7 @@ async def test_training_node_replays_an_episode(tmp_path, game):
         author.tasks = (game,)
         guesses = [[str(number)] for number in range(1, HIGH + 1)]
         for sequence in range(2):
-            found = await scorer.score(author.task(sequence), guesses)
+            found = await score_one(scorer, author.task(sequence), guesses)
             secret = str(1 + found.rewards.index(1.0))
             wrong = "1" if secret != "1" else "2"
             episodes = [[wrong, secret], [wrong, wrong, "0"], [wrong] * TURNS]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from swarmnode.tasks import builtin, chat, dataset, own
-from swarmnode.tasks.client import prepare
+from swarmnode.tasks.client import AsyncScorer, prepare
 from swarmnode.tasks.episodes import EpisodeTask, Player
 from swarmnode.tasks.frames import CompletionText, Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.tasks.games import GameTask
@@ -97,3 +97,13 @@ def _items(spec: TaskSpec) -> Items:
     if spec.kind == "chat":
         return lambda seed, index: chat.GENERATORS[spec.generator](seed + index)
     return GymTask(spec).item
+
+
+async def score_one(
+    scorer: AsyncScorer, ref: TaskRef, completions: Sequence[CompletionText] = ()
+) -> Scored:
+    """Score the completions of one question. Raises its error."""
+    (result,) = await scorer.score_many([(ref, completions)])
+    if isinstance(result, Exception):
+        raise result
+    return result

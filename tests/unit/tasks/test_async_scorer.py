@@ -10,9 +10,17 @@ import trio
 
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child
-from swarmnode.tasks.client import AsyncScorer, Scored, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.client import (
+    AsyncScorer,
+    Scored,
+    Scorer,
+    ScorerFailed,
+    ScorerLimits,
+    TaskUnknown,
+)
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import score_one
 from tests.support.one_turn import ONE_TURN_TASKS
 
 
@@ -39,7 +47,7 @@ async def test_many_callers_each_get_their_own_answer(expected):
     found = {}
 
     async def ask(scorer, task, index):
-        found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+        found[task, index] = await score_one(scorer, ref(index, task), ["7", "10"])
 
     async with AsyncScorer() as scorer:
         async with trio.open_nursery() as nursery:
@@ -62,16 +70,16 @@ async def test_many_questions_at_once_and_one_unknown(expected):
 async def test_regeneration_failure_is_raised():
     async with AsyncScorer() as scorer:
         with pytest.raises(TaskUnknown):
-            await scorer.prompt(ref(task="rg/gcd", version=task_version("rg/lcm")))
+            await score_one(scorer, ref(task="rg/gcd", version=task_version("rg/lcm")))
         with pytest.raises(TaskUnknown):
-            await scorer.prompt(TaskRef("rg/countdown", "", 0, 0))
+            await score_one(scorer, TaskRef("rg/countdown", "", 0, 0))
 
 
 async def test_cancelled_callers_do_not_shift_answers(expected):
     found = {}
 
     async def ask(scorer, task, index):
-        found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+        found[task, index] = await score_one(scorer, ref(index, task), ["7", "10"])
 
     async with AsyncScorer() as scorer:
         for _ in range(3):
@@ -92,13 +100,13 @@ async def test_cancelled_callers_do_not_shift_answers(expected):
 
 async def test_questions_wait_while_the_child_is_replaced(expected):
     async with AsyncScorer() as scorer:
-        await scorer.prompt(ref())
+        await score_one(scorer, ref())
         # it hangs with the first frame, the others queue behind it
         os.kill(scorer.statistics().pid, signal.SIGSTOP)
         found = {}
 
         async def ask(task, index):
-            found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+            found[task, index] = await score_one(scorer, ref(index, task), ["7", "10"])
 
         async with trio.open_nursery() as nursery:
             for task, index in expected:
@@ -111,10 +119,10 @@ async def test_questions_wait_while_the_child_is_replaced(expected):
 
 
 async def test_a_child_that_hangs_is_replaced_after_the_deadline(expected):
-    async with AsyncScorer(deadline=0.5) as scorer:
-        await scorer.prompt(ref())
+    async with AsyncScorer(ScorerLimits(request=0.5)) as scorer:
+        await score_one(scorer, ref())
         os.kill(scorer.statistics().pid, signal.SIGSTOP)
-        assert await scorer.score(ref(), ["7", "10"]) == expected["builtin/sum", 0]
+        assert await score_one(scorer, ref(), ["7", "10"]) == expected["builtin/sum", 0]
         assert "no answer within 0.5 s" in scorer.statistics().last_failure
 
 
@@ -143,9 +151,9 @@ async def test_failed_start_is_retried(monkeypatch):
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     async with AsyncScorer() as scorer:
         with pytest.raises(ScorerFailed, match="did not start"):
-            await scorer.prompt(ref())
+            await score_one(scorer, ref())
         monkeypatch.undo()
-        assert (await scorer.prompt(ref())).endswith("=")
+        assert (await score_one(scorer, ref())).prompt.endswith("=")
 
 
 async def test_closed_scorer_fails_its_questions():
@@ -154,14 +162,14 @@ async def test_closed_scorer_fails_its_questions():
 
     async def ask(index):
         try:
-            await scorer.score(ref(index), [])
+            await score_one(scorer, ref(index), [])
         except ScorerFailed:
             outcomes.append(index)
 
     async with trio.open_nursery() as callers:
         async with trio.open_nursery() as home:
             await home.start(scorer.run)
-            await scorer.prompt(ref())
+            await score_one(scorer, ref())
             os.kill(scorer.statistics().pid, signal.SIGSTOP)
             for index in range(100):
                 callers.start_soon(ask, index)
@@ -169,13 +177,13 @@ async def test_closed_scorer_fails_its_questions():
             home.cancel_scope.cancel()  # 64 questions are with the child, 36 in the queue
     assert sorted(outcomes) == list(range(100))
     with pytest.raises(ScorerFailed, match="not running"):
-        await scorer.prompt(ref())
+        await score_one(scorer, ref())
 
 
 async def test_cancelling_the_body_closes_the_scorer():
     with trio.CancelScope() as scope:
         async with AsyncScorer() as scorer:
-            await scorer.prompt(ref())
+            await score_one(scorer, ref())
             scope.cancel()
             await trio.sleep_forever()
     assert scope.cancelled_caught
@@ -186,9 +194,9 @@ async def test_no_child_is_left_behind():
     before = {process.pid for process in psutil.Process().children()}
     async with AsyncScorer() as scorer:
         for _ in range(2):
-            await scorer.prompt(ref())
+            await score_one(scorer, ref())
             os.kill(scorer.statistics().pid, signal.SIGKILL)
-        await scorer.prompt(ref())
+        await score_one(scorer, ref())
     assert {process.pid for process in psutil.Process().children()} == before
 
 
@@ -204,5 +212,5 @@ async def test_the_child_outlives_trios_worker_threads(monkeypatch):
 
     monkeypatch.setattr(child_module.subprocess, "Popen", Popen)
     async with AsyncScorer() as scorer:
-        await scorer.prompt(ref())
+        await score_one(scorer, ref())
     assert makers == [threading.current_thread()]

@@ -12,7 +12,7 @@ from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import dataset, fetch, registry
-from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.client import Scorer, ScorerLimits
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
@@ -52,8 +52,10 @@ def test_every_row_is_asked_before_one_repeats(tmp_path):
     spec = installed(tmp_path)
     assert (spec.rows.rows, spec.rows.held_out) == (40, 4)
     with Scorer() as scorer:
-        prompts = [scorer.prompt(ref(index=index)) for index in range(36)]
-        held_out = {scorer.prompt(ref(evaluation_seed(NAME), index)) for index in range(40)}
+        prompts = [scorer.score(ref(index=index), []).prompt for index in range(36)]
+        held_out = {
+            scorer.score(ref(evaluation_seed(NAME), index), []).prompt for index in range(40)
+        }
         twice = 2 * number_of(prompts[0])
         texts = [
             f"I add them.\nSo it is {twice}.",
@@ -123,8 +125,10 @@ def test_repeated_question_is_on_one_side(tmp_path):
     # a quarter of the rows ends within a question, three tenths would end between two
     spec = installed(tmp_path, rows, held_out=0.25)
     with Scorer() as scorer:
-        trained = {scorer.prompt(ref(index=index)) for index in range(60)}
-        held_out = {scorer.prompt(ref(evaluation_seed(NAME), index)) for index in range(60)}
+        trained = {scorer.score(ref(index=index), []).prompt for index in range(60)}
+        held_out = {
+            scorer.score(ref(evaluation_seed(NAME), index), []).prompt for index in range(60)
+        }
     assert len(trained | held_out) == 10
     assert not trained & held_out
     assert spec.rows.held_out % 6 == 0
@@ -189,7 +193,7 @@ def test_answers_are_read_as_what_they_mean_or_refused(tmp_path, answer, value, 
             ROWS,
             {"verifier": "nummeric"},
             (
-                r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, math,"
+                r"verifier is 'nummeric', not one of exact, numeric, choice, boxed, math,"
                 r" json or <module>:<function>"
             ),
         ),
@@ -298,7 +302,7 @@ def test_chat_messages_are_read_as_their_text(tmp_path, rewards, verifier):
 
     assert content(with_messages=True) == content(with_messages=False), "they are the same task"
     with Scorer() as scorer:
-        prompts = {scorer.prompt(ref(index=index)) for index in range(36)}
+        prompts = {scorer.score(ref(index=index), []).prompt for index in range(36)}
     assert {prompt.partition("\n\n")[0] for prompt in prompts if "\n" in prompt} == {"Be brief."}
 
 
@@ -322,7 +326,6 @@ def test_an_answer_that_nobody_could_give_is_one_line(tmp_path, answer, verifier
         (2**70, "numeric", str(2**70)),
         (1.5, "numeric", "1.50"),
         ({"b": None, "a": [1]}, "json", '{"a": [1], "b": null}'),
-        (["x", "y"], "set", "y, x"),
         ("null", "exact", "null"),
     ],
 )
@@ -385,7 +388,7 @@ def test_changed_rows_file_stops_the_scorer(tmp_path):
         file.seek(-3, os.SEEK_END)
         file.write(b"???")
     with pytest.raises(Exception, match="has changed since this node started"), Scorer() as scorer:
-        scorer.prompt(ref())
+        scorer.score(ref(), [])
 
 
 def test_member_without_the_dataset_gets_an_error(tmp_path):
@@ -514,7 +517,7 @@ def rewards(tmp_path, monkeypatch):
 def test_trl_reward_function_receives_all_columns(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:lengths")
     with Scorer() as scorer:
-        note = number_of(scorer.prompt(ref()))
+        note = number_of(scorer.score(ref(), []).prompt)
         assert scorer.score(ref(), ["x" * note, "x" * (note + 1), "pass"]).rewards == [
             1.0,
             0.25,
@@ -539,7 +542,7 @@ def test_reward_functions_get_what_trl_gives(tmp_path, rewards):
     columns = {"prompt": "question", "answer": "solution", "template": "Q: {prompt}"}
     installed(tmp_path, rows, verifier="rewards_of_mine:trls", **columns)
     with Scorer() as scorer:
-        number = scorer.prompt(ref()).split()[3]
+        number = scorer.score(ref(), []).prompt.split()[3]
         scored = scorer.score(ref(), [number, "?"])
     assert (scored.rewards, scored.errors) == ([1.0, 0.0], 0)
 
@@ -549,7 +552,7 @@ def test_the_right_answer_wins_over_a_column_named_answer(tmp_path, rewards):
     rows = [{"prompt": f"What is {i} ?", "solution": f"{i}", "answer": "no"} for i in range(20)]
     installed(tmp_path, rows, verifier="rewards_of_mine:awaited", answer="solution")
     with Scorer() as scorer:
-        number = scorer.prompt(ref()).split()[2]
+        number = scorer.score(ref(), []).prompt.split()[2]
         assert scorer.score(ref(), [number, "no"]).rewards == [1.0, 0.0]
     rows = [{**row, "solution": [i]} for i, row in enumerate(rows)]
     installed(tmp_path, rows, verifier="rewards_of_mine:both_columns", answer="solution")
@@ -641,7 +644,7 @@ def test_refusals_without_an_audit_event_are_reported(tmp_path, rewards):
 
 def test_hanging_reward_function_costs_a_child(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:looping")
-    with pytest.raises(Exception, match="scorer"), Scorer(startup_seconds=8.0):
+    with pytest.raises(Exception, match="scorer"), Scorer(ScorerLimits(startup=8.0)):
         pass
 
 

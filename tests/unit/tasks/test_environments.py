@@ -25,6 +25,7 @@ from swarmnode.tasks.environments import Environments
 from swarmnode.tasks.frames import Question
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
+from tests.support.fakes.scorer import score_one
 from tests.support.manifests import founded
 
 NAME = "env/sums"
@@ -131,7 +132,7 @@ def test_server_gives_question_and_rewards(tmp_path, server):
     installed(tmp_path, f"{server}/sums", template="{prompt} Say it.", extract="tag")
     told = []
     with Scorer(alive=lambda: told.append(1)) as scorer:
-        prompt = scorer.prompt(ref())
+        prompt = scorer.score(ref(), []).prompt
         assert prompt.startswith("What is ")
         assert prompt.endswith(" plus 1? Say it.")
         right = right_of(prompt)
@@ -155,7 +156,7 @@ def test_server_gives_question_and_rewards(tmp_path, server):
 def test_server_episode_is_replayed_from_its_start(tmp_path, server):
     installed(tmp_path, f"{server}/guess", turns=12, template="{prompt} Guess.")
     with Scorer() as scorer:
-        prompt = scorer.prompt(ref())
+        prompt = scorer.score(ref(), []).prompt
         assert prompt.endswith(" plus 1? Guess.")
         right = right_of(prompt)
         count = [str(number) for number in range(1, int(right) + 1)]
@@ -188,7 +189,7 @@ def test_lost_server_costs_the_questions_of_a_call(tmp_path, server):
 async def test_network_process_scores_with_the_server(tmp_path, server):
     installed(tmp_path, f"{server}/sums")
     async with AsyncScorer() as scorer:
-        prompt = await scorer.prompt(ref(index=3))
+        prompt = (await score_one(scorer, ref(index=3))).prompt
         scored, other = await scorer.score_many(
             [(ref(index=3), [right_of(prompt), "0"]), (ref(name="builtin/sum"), ["x"])]
         )
@@ -249,7 +250,7 @@ def test_unreachable_server_costs_only_its_questions(turned, server):
         assert "Connection refused" in str(gone)
         assert isinstance(other, Scored)
         turned(f"{server}/sums")
-        assert scorer.prompt(ref()), "it is back"
+        assert scorer.score(ref(), []).prompt, "it is back"
 
 
 def test_a_node_starts_while_its_server_does_not_run(tmp_path, server, monkeypatch):
@@ -319,7 +320,7 @@ def test_tls_server_needs_a_trusted_certificate(tmp_path, servers, certificate, 
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     installed(tmp_path, f"{servers[1]}/sums")
     with Scorer() as scorer:
-        right = right_of(scorer.prompt(ref()))
+        right = right_of(scorer.score(ref(), []).prompt)
         assert scorer.score(ref(), [right, "no"]).rewards == [1.0, 0.0]
 
 

@@ -17,7 +17,7 @@ from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed, is_evaluation
 from swarmnode.wire.messages import TaskRef
-from tests.support.fakes.scorer import InProcessScorer
+from tests.support.fakes.scorer import InProcessScorer, score_one
 
 GAMES = '''
 import random
@@ -166,7 +166,9 @@ def binary_search(scorer, question):
 def test_receiver_replays_the_authors_episode(games):
     installed("guess")
     with Scorer() as author:
-        assert author.prompt(ref(GUESS)) == "I am thinking of a number from 1 to 20. Guess."
+        assert (
+            author.score(ref(GUESS), []).prompt == "I am thinking of a number from 1 to 20. Guess."
+        )
         actions, scored = binary_search(author, ref(GUESS))
     assert scored.rewards == [1.0]
     assert scored.episodes[0].observations[-1] == "Right."
@@ -183,7 +185,7 @@ async def test_the_network_process_replays_the_same(games):
     with Scorer() as scorer:
         expected = scorer.score(ref(GUESS), actions)
     async with AsyncScorer() as scorer:
-        assert await scorer.score(ref(GUESS), actions) == expected
+        assert await score_one(scorer, ref(GUESS), actions) == expected
     (found,) = await InProcessScorer().score_many([(ref(GUESS), actions)])
     assert found == expected
 
@@ -377,8 +379,8 @@ def test_how_an_environment_behaves_is_part_of_the_version(games, monkeypatch):
 def test_held_out_episodes_are_never_met_in_training(games):
     task = installed("echo")
     with Scorer() as scorer:
-        trained = scorer.prompt(ref(task)).rpartition(" ")[2]
-        held_out = scorer.prompt(ref(task, seed=evaluation_seed(task))).rpartition(" ")[2]
+        trained = scorer.score(ref(task), []).prompt.rpartition(" ")[2]
+        held_out = scorer.score(ref(task, seed=evaluation_seed(task)), []).prompt.rpartition(" ")[2]
     assert is_evaluation(evaluation_seed(task))
     assert (int(trained) % 2, int(held_out) % 2) == (0, 1)
     assert int(trained) == environment_seed(4 << 20, 0)
@@ -410,7 +412,7 @@ def test_a_number_of_turns_that_is_none(games, turns):
 def test_a_function_with_a_parameter_turns_is_given_it(games):
     task = installed("counting", turns=5)
     with Scorer() as scorer:
-        assert scorer.prompt(ref(task)) == "You have 5 turns"
+        assert scorer.score(ref(task), []).prompt == "You have 5 turns"
 
 
 def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):

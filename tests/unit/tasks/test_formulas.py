@@ -9,7 +9,7 @@ import pytest
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import formulas, registry, scorer
-from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.client import Scorer, ScorerLimits
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskRef
 from tests.support.verifier_cases import ANSWERS, CASES
@@ -66,7 +66,7 @@ def judge(tmp_path_factory):
     before = dict(registry.TASKS)
     registry.install_datasets({NAME: config}, folder / "datasets")
     version = registry.task_version(NAME)
-    with Scorer(deadline=120.0, startup_seconds=300.0) as scorer:
+    with Scorer(ScorerLimits(request=120.0, startup=300.0)) as scorer:
         refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(len(rows))]
         refs += [TaskRef(NAME, version, evaluation_seed(NAME), index) for index in range(20)]
         found = {each.prompt: ref for ref in refs for each in [scorer.score(ref, [])]}

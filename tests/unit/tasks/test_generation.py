@@ -79,7 +79,7 @@ def ref(task, address):
 
 @pytest.mark.parametrize("task", ONE_TURN_TASKS)
 def test_questions_are_what_other_nodes_get(scorer, task):
-    prompts = [scorer.prompt(ref(task, address)) for address in ADDRESSES]
+    prompts = [scorer.score(ref(task, address), []).prompt for address in ADDRESSES]
     assert hashlib.blake2b("\0".join(prompts).encode(), digest_size=8).hexdigest() == GOLDEN[task]
 
 

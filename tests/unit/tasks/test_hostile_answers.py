@@ -153,7 +153,7 @@ def test_a_long_or_unencodable_answer_is_not_looked_at():
     with Scorer() as scorer:
         reference = TaskRef("builtin/copy", task_version("builtin/copy"), 0, 0)
         limit = TASKS["builtin/copy"].max_answer_bytes
-        answer = scorer.prompt(reference).removeprefix("Copy ").rstrip(":")
+        answer = scorer.score(reference, []).prompt.removeprefix("Copy ").rstrip(":")
         texts = [
             answer,
             answer + "x" * (limit - 3),

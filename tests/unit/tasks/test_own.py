@@ -16,7 +16,7 @@ from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import owner_code, registry
-from swarmnode.tasks.client import Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.client import Scorer, ScorerFailed, ScorerLimits, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
@@ -102,14 +102,14 @@ def ref(task=NAME, index=0, **changes):
 def test_question_and_reward_come_from_the_owners_code(package):
     installed(NAME)
     with Scorer() as scorer:
-        prompts = [scorer.prompt(ref(index=index)) for index in range(20)]
+        prompts = [scorer.score(ref(index=index), []).prompt for index in range(20)]
         word = prompts[0].rpartition(" ")[2]
         answers = [word[::-1], f"{word}?", f"so: <answer> {word[::-1]} </answer>"]
         assert scorer.score(ref(), answers).rewards == [1.0, 0.0, 1.0]
         assert scorer.statistics().failures == 0
     assert len(set(prompts)) > 10
     with Scorer() as again:
-        assert [again.prompt(ref(index=index)) for index in range(20)] == prompts
+        assert [again.score(ref(index=index), []).prompt for index in range(20)] == prompts
 
 
 def test_settings_reach_the_function_and_the_version(package):
@@ -117,9 +117,9 @@ def test_settings_reach_the_function_and_the_version(package):
     registry.install([NAME], {NAME: {"length": 9}})
     assert registry.task_version(NAME) != plain
     with Scorer() as scorer:
-        assert len(scorer.prompt(ref()).rpartition(" ")[2]) == 9
+        assert len(scorer.score(ref(), []).prompt.rpartition(" ")[2]) == 9
         with pytest.raises(TaskUnknown, match="version"):
-            scorer.prompt(ref(version=plain))
+            scorer.score(ref(version=plain), [])
 
 
 @pytest.mark.parametrize("file", ["words.py", "alphabet.py", "list.txt"])
@@ -166,11 +166,11 @@ def test_the_sandbox_holds_for_it(package):
 def test_changed_code_is_not_run(package):
     installed(NAME)
     with Scorer() as scorer:
-        scorer.prompt(ref())
+        scorer.score(ref(), [])
         (package / "words.py").write_text(WORDS + "\n")
         scorer.close()
         with pytest.raises(ScorerFailed, match=r"has changed in .* restart"):
-            scorer.prompt(ref())
+            scorer.score(ref(), [])
 
 
 def test_stale_bytecode_beside_the_source_is_not_run(package):
@@ -184,7 +184,7 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     installed(NAME)
     with Scorer() as scorer:
-        assert "backward" in scorer.prompt(ref())
+        assert "backward" in scorer.score(ref(), []).prompt
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
     with Scorer() as scorer:
         reference = TaskRef("words:reverse", registry.task_version("words:reverse"), 0, 0)
         (word,) = re.fullmatch(
-            r"Spell this word backward: (\w{5})\nAnswer: ", scorer.prompt(reference)
+            r"Spell this word backward: (\w{5})\nAnswer: ", scorer.score(reference, []).prompt
         ).groups()
         assert scorer.score(reference, [word[::-1], word]).rewards == [1.0, 0.0]
 
@@ -336,7 +336,8 @@ def test_held_out_questions_are_never_met_in_training(package, task):
         results = scorer.score_many([(ref(task, index), []) for index in range(400)])
         trained = {result.prompt for result in results}
         held_out = {
-            scorer.prompt(ref(task, index, seed=evaluation_seed(task))) for index in range(16)
+            scorer.score(ref(task, index, seed=evaluation_seed(task)), []).prompt
+            for index in range(16)
         }
     assert not trained & held_out
     assert len(trained) > 9
@@ -352,6 +353,6 @@ def test_module_that_starts_threads_is_refused(package):
     installed(NAME)
     with (
         pytest.raises(ScorerFailed, match=r"name the dataset in task\.datasets instead"),
-        Scorer(startup_seconds=60),
+        Scorer(ScorerLimits(startup=60)),
     ):
         pass

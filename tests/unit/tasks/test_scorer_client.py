@@ -14,7 +14,7 @@ import pytest
 
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child, ScorerDied
-from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, ScorerLimits, TaskUnknown
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
 from tests.support.one_turn import ONE_TURN_TASKS
@@ -42,7 +42,7 @@ def scorer():
 
 
 def test_scores(scorer):
-    prompt = scorer.prompt(ref())
+    prompt = scorer.score(ref(), []).prompt
     assert scorer.score(ref(), [answer(prompt), "x", ""]) == Scored(prompt, [1.0, 0.0, 0.0])
 
 
@@ -96,7 +96,7 @@ def test_a_killed_child_is_replaced_and_the_question_answered(scorer):
 
 
 def test_hanging_child_is_replaced():
-    with Scorer(deadline=0.5) as scorer:
+    with Scorer(ScorerLimits(request=0.5)) as scorer:
         os.kill(scorer.statistics().pid, signal.SIGSTOP)
         assert len(scorer.score(ref(), ["7"]).rewards) == 1
         assert "no answer within 0.5 s" in scorer.statistics().last_failure
@@ -110,7 +110,7 @@ def test_a_question_that_always_overruns_is_given_up(monkeypatch):
         return ask(self, questions)
 
     monkeypatch.setattr(Child, "ask", stopped)
-    with Scorer(deadline=0.2) as scorer:
+    with Scorer(ScorerLimits(request=0.2)) as scorer:
         with pytest.raises(ScorerFailed, match=r"no answer within 0\.2 s; killed by its client"):
             scorer.score(ref(), ["7"])
         assert scorer.statistics().failures == 2
@@ -157,7 +157,7 @@ def test_failed_start_is_reported(monkeypatch, tmp_path):
     before = children()
     scorer = Scorer()
     with pytest.raises(ScorerFailed, match="did not start"):
-        scorer.prompt(ref())
+        scorer.score(ref(), [])
     assert all(
         isinstance(result, ScorerFailed)
         for result in scorer.score_many([(ref(), []), (ref(1), [])])
@@ -168,10 +168,10 @@ def test_failed_start_is_reported(monkeypatch, tmp_path):
 def test_closed_scorer_starts_again():
     scorer = Scorer()
     scorer.close()
-    prompt = scorer.prompt(ref())
+    prompt = scorer.score(ref(), []).prompt
     scorer.close()
     scorer.close()
-    assert scorer.prompt(ref()) == prompt
+    assert scorer.score(ref(), []).prompt == prompt
     scorer.close()
 
 
@@ -199,13 +199,13 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
 ref = TaskRef("builtin/sum", task_version("builtin/sum"), 0, 0)
 with Scorer() as scorer:
-    prompt, pid = scorer.prompt(ref), scorer.statistics().pid
+    prompt, pid = scorer.score(ref, []).prompt, scorer.statistics().pid
     if (fork := os.fork()) == 0:
-        same = scorer.prompt(ref) == prompt and scorer.statistics().pid != pid
+        same = scorer.score(ref, []).prompt == prompt and scorer.statistics().pid != pid
         scorer.close()
         os._exit(0 if same else 3)
     assert os.waitpid(fork, 0)[1] == 0
-    assert scorer.prompt(ref) == prompt
+    assert scorer.score(ref, []).prompt == prompt
     assert scorer.statistics().pid == pid and scorer.statistics().failures == 0
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
@@ -238,5 +238,5 @@ def test_no_descriptor_is_left_behind():
     with Scorer() as scorer:
         for _ in range(3):
             os.kill(scorer.statistics().pid, signal.SIGKILL)
-            scorer.prompt(ref())
+            scorer.score(ref(), [])
     assert descriptors() == before

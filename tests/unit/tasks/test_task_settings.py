@@ -34,7 +34,7 @@ def test_generator_settings_change_the_version() -> None:
     assert (told["min_digits"], told["extract"]) == (4, "last_number")
     with Scorer() as scorer:
         ref = TaskRef("rg/chain_sum", version, 0, 0)
-        prompt = scorer.prompt(ref)
+        prompt = scorer.score(ref, []).prompt
         terms = [int(text) for text in re.findall(r"\d+", prompt)]
         assert all(len(str(term)) == 4 for term in terms)
         right = sum(terms) if "+" in prompt else terms[0] - terms[1]
@@ -91,7 +91,7 @@ def test_extraction_can_be_set_for_built_in_tasks() -> None:
     assert registry.task_version("builtin/sum") != plain
     with Scorer() as scorer:
         ref = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
-        left, right = map(int, scorer.prompt(ref).rstrip("=").split("+"))
+        left, right = map(int, scorer.score(ref, []).prompt.rstrip("=").split("+"))
         assert scorer.score(ref, [f"{left} + {right} = {left + right}", "no"]).rewards == [1.0, 0.0]
     assert Config.model_validate(
         {"task": {"settings": {"builtin/sum": {"extract": "last_number"}}}}

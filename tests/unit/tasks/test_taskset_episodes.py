@@ -9,7 +9,7 @@ import pytest
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, determinism, episodes, registry, sandbox
-from swarmnode.tasks.client import Scorer, ScorerFailed
+from swarmnode.tasks.client import Scorer, ScorerFailed, ScorerLimits
 from swarmnode.tasks.frames import Episode, Question
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
@@ -261,7 +261,7 @@ def test_an_endless_environment_costs_its_question_and_a_child(tmp_path, written
     installed(tmp_path)
     version = registry.task_version(NAME)
     refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(2)]
-    with Scorer(cpu_seconds=1) as scorer:
+    with Scorer(ScorerLimits(cpu=1)) as scorer:
         hung, fine = scorer.score_many([(refs[0], [["77"]]), (refs[1], [["0"] * 4])])
     assert isinstance(hung, ScorerFailed)
     assert fine.episodes[0].done

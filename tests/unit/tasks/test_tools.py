@@ -154,7 +154,7 @@ def price_of(scorer):
 
 
 def test_first_text_describes_the_tools(scorer):
-    prompt = scorer.prompt(ref(NAME))
+    prompt = scorer.score(ref(NAME), []).prompt
     assert prompt.startswith(" Buy tea for its price.\nYou can call functions")
     assert '<tool_call>{"name": "...", "arguments": {...}}</tool_call>' in prompt
     described = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"name')]
@@ -239,7 +239,7 @@ def test_a_class_may_name_another_form_of_a_call(shop, monkeypatch):
         call(*names, **given).replace("tool_call>", "CALL]").replace("<", "[")
     )
     with Scorer() as scorer:
-        first = split(scorer.prompt(ref(task)))
+        first = split(scorer.score(ref(task), []).prompt)
         played = scorer.score(
             ref(task), [[theirs("price", item="tea")], [call("price", item="tea")]]
         ).episodes
@@ -260,7 +260,7 @@ def dataset(shop, verifier, **changes):
 async def test_reset_is_given_the_columns_of_a_row(shop):
     task = dataset(shop, NAME, turns=TURNS, template="{prompt} Hurry.")
     with Scorer() as scorer:
-        prompt = scorer.prompt(ref(task))
+        prompt = scorer.score(ref(task), []).prompt
         row = prompt.partition(".")[0].removeprefix("Row ")
         assert prompt.startswith(f"Row {row}. Hurry. Buy item {row} for its price.\nYou can")
         actions = [call("price", item="x"), call("buy", item=f"item {row}", money=0), "Done."]
@@ -275,7 +275,7 @@ async def test_reset_is_given_the_columns_of_a_row(shop):
 def test_a_function_is_given_the_columns_that_it_names(shop):
     task = dataset(shop, "shop_of_mine:riddle", turns=3)
     with Scorer() as scorer:
-        prompt = scorer.prompt(ref(task))
+        prompt = scorer.score(ref(task), []).prompt
         row = prompt.partition(".")[0].removeprefix("Row ")
         assert prompt == f"Row {row}. You have 3 attempts."
         scored = scorer.score(ref(task), [["no", row], ["no"] * 3])

@@ -69,7 +69,6 @@ GOLD = {
     "exact": "x",
     "numeric": "7",
     "choice": "A",
-    "set": "a,b",
     "boxed": "\\frac{1}{2}",
     "json": "[1]",
 }

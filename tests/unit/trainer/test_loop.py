@@ -107,7 +107,7 @@ def groups_of_a_peer(count):
             seed, index = task_seed(SWARM, peer, sequence, "rg/gcd")
             ref = TaskRef("rg/gcd", task_version("rg/gcd"), seed, index)
             sequence += 1
-            prompt = scorer.prompt(ref)
+            prompt = scorer.score(ref, []).prompt
             sample = generate(policy, [prompt], Sampling(8, 8), generator)[0]
             scored = scorer.score(ref, [c.text for c in sample.completions])
             assert isinstance(scored, Scored)
