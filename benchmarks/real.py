@@ -68,8 +68,7 @@ TRL = "TRL"
 """Arm of TRL's GRPOTrainer with the settings of the arm `alone`, in a process of its own."""
 NODE_MINUTES = 60
 """Longest run of whole nodes."""
-
-
+BRIEF = Member(system="Answer with the result only.")
 ARMS: dict[str, Arm] = {
     "alone": Arm(),
     "2 nodes": Arm(2),
@@ -81,7 +80,8 @@ ARMS: dict[str, Arm] = {
     "adapter beside all weights": Arm(others=(Member(rank=0),)),
     "r = 16 beside r = 4": Arm(others=(Member(rank=4),)),
     TRL: Arm(),
-    "another system prompt": Arm(others=(Member(system="Answer with the result only."),)),
+    "another system prompt": Arm(others=(BRIEF,)),
+    "another system prompt, HACPO": Arm(others=(BRIEF,), by_capability=True),
 }
 BY_NODES = ("alone", "2 nodes", "4 nodes", "8 nodes")
 """Arms of the plot."""

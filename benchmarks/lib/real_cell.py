@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.lib.capability import weigh_by_capability
 from benchmarks.lib.report import machine, note, rounded
 from benchmarks.lib.turns import (
     TurnNode,
@@ -65,6 +66,8 @@ class Arm:
     """`training.options`."""
     others: tuple[Member, ...] = ()
     """Nodes beside the first one, if they are unlike it."""
+    by_capability: bool = False
+    """Peers' answers are weighted as HACPO weights them (benchmarks/lib/capability.py)."""
 
     @property
     def members(self) -> list[Member]:
@@ -164,6 +167,9 @@ class Cell:
         """Add the nodes of the arm to the swarm."""
         for index, member in enumerate(self.arm.members):
             self.swarm.add(*self.setup(index, member), self.arm.averages, self.arm.own_groups)
+        if self.arm.by_capability:
+            for node in self.swarm.nodes:
+                weigh_by_capability(node)
 
     def setup(self, index: int, member: Member) -> tuple[Policy, Config]:
         """Return the untrained policy and the configuration of a node."""
