@@ -4,12 +4,12 @@
 Of HACPO's four corrections, two change the weight of a peer's answer:
 
     capability   × mean reward of the peer ÷ own mean reward, over the last groups
-    importance   × s², where s is the geometric mean over the tokens of own probability ÷ probability
-                 at the peer, at most 1; 0 if s is below LEAST_RATIO
+    importance   × s², where s is the geometric mean over the tokens of own probability ÷ peer's
+                 probability, at most 1; 0 if s is below LEAST_RATIO
 
-Its baseline is a mean over the answers of all agents to one question. Here every node has questions
-of its own, so this correction does not exist. The bound on s does not become narrower within a step,
-because a step has one update.
+Its baseline is a mean over the answers of all agents to one question. Here every node has its own
+questions, so this correction does not exist. The bound on s does not become narrower within a
+step, because a step has one update.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class StateSeeker:
         """Record the trainer's verdict on a state."""
         outcome = message.outcome if message.outcome in ADOPTIONS else "local"
         self._outcome = outcome
-        if ADOPTIONS[outcome] and message.peer:
+        if outcome not in ("adopted", "local") and message.peer:
             self._network.rejected(message.peer, f"weights_state_{outcome}", ADOPTIONS[outcome])
         self._verdict.set()
 

@@ -165,9 +165,9 @@ class Files:
 
 
 @pytest.mark.parametrize("outcome", ["adopted", "worse", "local"])
-async def test_a_state_that_is_not_adopted_is_logged(tmp_path, caplog, outcome):
-    rejected = lambda peer, reason, cost: None
-    network = SimpleNamespace(rejected=rejected)
+async def test_a_state_that_is_not_adopted_is_logged_and_counted(tmp_path, caplog, outcome):
+    rejected = []
+    network = SimpleNamespace(rejected=lambda *rejection: rejected.append(rejection))
     replica = SimpleNamespace(facts=None)
 
     def trainer(message):
@@ -184,3 +184,4 @@ async def test_a_state_that_is_not_adopted_is_logged(tmp_path, caplog, outcome):
     logged = [record.getMessage() for record in caplog.records]
     expected = [f"state not adopted: peer=peer outcome={outcome}"]
     assert logged == ([] if outcome == "adopted" else expected)
+    assert rejected == ([("peer", "weights_state_worse", 0.0)] if outcome == "worse" else [])
