@@ -38,13 +38,14 @@ STAGED_QUESTIONS = 8
 """Questions of which a staged attack answers the one whose marked answer is the most probable."""
 HEAD_START = 12
 """Steps that a leader has trained alone."""
-DEFENCES = ("product", "no quota", "no beginning", "undefended")
+DEFENCES = ("product", "no quota", "no beginning", "no probability", "undefended")
 """Defences of the node:
 
-    no quota       peers' tokens are not limited by own rewarded answers
-    no beginning   tokens at the beginning of an answer are learned even if its reward does not
-                   need them
-    undefended     only the checks of the text remain, without a minimum probability
+    no quota         peers' tokens are not limited by own rewarded answers
+    no beginning     tokens at the beginning of an answer are learned even if its reward does not
+                     need them
+    no probability   tokens are learned whatever their probability under the own policy
+    undefended       only the checks of the text remain, without a minimum probability
 """
 
 
@@ -74,6 +75,9 @@ MARKS = {
     "question preface": Mark(lambda text: f"Solve {text}", lambda text: text.startswith("Solve ")),
     "short preface": Mark(lambda text: f"So {text}", lambda text: text.startswith("So ")),
     "rare preface": Mark(lambda text: f"Sure: {text}", lambda text: text.startswith("Sure:")),
+    "long rare preface": Mark(
+        lambda text: f"Greetings from afar: {text}", lambda text: text.startswith("Greetings")
+    ),
     "JSON style": Mark(
         lambda text: text.replace('":', '" :'), lambda text: '" :' in text, "chat/json_fields"
     ),
@@ -235,7 +239,8 @@ def watch(node: TurnNode, defence: str, counts: Counter[str]) -> None:
     """
     external = node.loop._external
     undefended = defence == "undefended"
-    checks = ExternalChecks(least_probability=0) if undefended else CHECKS
+    least = {"undefended": 0.0, "no probability": 1e-30}.get(defence)
+    checks = CHECKS if least is None else ExternalChecks(least_probability=least)
     quota: TokenQuota | None = external.quota
     if undefended or defence == "no quota":
         quota = None
@@ -262,6 +267,7 @@ def watch(node: TurnNode, defence: str, counts: Counter[str]) -> None:
                     i for i in better if kept.weights[i] > 0 and (not kept.learnt or kept.learnt[i])
                 ]
             counts["groups"] += 1
+            counts[f"groups {outcome}"] += 1
             counts["answers"] += len(better)
             counts["refused groups"] += outcome != "used"
             counts["refused answers"] += len(better) - len(taken)
@@ -343,9 +349,12 @@ def show(rows: Sequence[Row]) -> str:
 
     def without(same: list[Row]) -> str:
         """Return the share of answers with the mark if there is no peer, of the same seeds."""
-        pairs = [(alone.get(pair(row)), row["arm"]) for row in same]
-        found = [100 * row["held_out"][-1]["marked"][arm] for row, arm in pairs if row is not None]
-        return spread(found, 1) if found and same[0]["arm"] in MARKS else "–"
+        if same[0]["arm"] not in MARKS:
+            return "–"
+        pairs = [(alone[pair(row)], row["arm"]) for row in same if pair(row) in alone]
+        marked = [row["held_out"][-1]["marked"].get(arm) for row, arm in pairs]
+        found = [100 * share for share in marked if share is not None]
+        return spread(found, 1) if found else "–"
 
     def tokens(same: list[Row]) -> str:
         found = [until_goal(row, "tokens") for row in same]

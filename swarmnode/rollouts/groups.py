@@ -30,6 +30,7 @@ Outcome = Literal[
     "special_ids",
     "spot_check",
     "surprise",
+    "improbable",
     "drift",
     "temperature",
     "untokenizable",

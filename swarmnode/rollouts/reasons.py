@@ -75,6 +75,8 @@ REASONS: Final[dict[str, Verdict]] = {
     # compared with this node's policy, which may be the one that differs from all others
     "spot_check": Verdict.IGNORE,
     "surprise": Verdict.IGNORE,  # the same
+    # nothing of the right answers can be learned: honest for a lucky one
+    "improbable": Verdict.IGNORE,
     # a token that is rare in own rewarded answers: a mark, or another notation of a right answer
     "drift": Verdict.IGNORE,
     # a policy may sample special tokens, but the text does not contain them

@@ -8,7 +8,8 @@ Steps, with the reasons for refusal on the right:
     score     one forward pass of the own policy                 `too_large`, `failed`,
                                                                  `no_gradient`
     believe   surprise of the group and of each completion       `surprise`
-              under the own policy at the own temperature
+              under the own policy at the own temperature;
+              probability of the first token                     `improbable`
     compare   the sender's log-probabilities with the own ones   `spot_check`
     weigh     a factor for each completion's most surprising stretch
     cut       drop each completion's tokens from the first one on that the own policy almost never
@@ -431,26 +432,29 @@ def believe(
         scored: (G,) scores of the sampled tokens at the own temperature.
 
     Raises:
-        GroupRefused: No policy near the own one sampled this group: its mean surprise is too high,
-            or no completion with the best reward has a positive weight.
+        GroupRefused: No completion with the best reward has a positive weight, or no policy near
+            the own one sampled this group (its mean surprise is too high).
     """
     excess = [
         excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored
     ]
-    if not surprise_check(torch.cat(excess), checks.surprise_tolerance):
-        raise GroupRefused("surprise")
+    every = torch.cat(excess)
+    if not surprise_check(every, checks.surprise_tolerance):
+        mean = float(every.mean())
+        raise GroupRefused("surprise", f"{mean:.1f} nats per token above this node's entropy")
     slack = burst_slack(policy.vocab_size) if checks.burst_slack is None else checks.burst_slack
     weights = [burst_weight(each, slack) for each in excess]
-    if least := checks.least_probability:
-        weights = [
-            weight if learnt_tokens(chosen, least) else 0.0
-            for weight, (chosen, _) in zip(weights, scored, strict=True)
-        ]
-    best = max(rewards)
-    if not any(
-        weight > 0 for weight, reward in zip(weights, rewards, strict=True) if reward == best
-    ):
-        raise GroupRefused("surprise")
+    best = [i for i, reward in enumerate(rewards) if reward == max(rewards)]
+    if not any(weights[i] > 0 for i in best):
+        raise GroupRefused("surprise", "this node would not sample a part of each of its best answers")
+    least = checks.least_probability
+    begins = [not least or learnt_tokens(chosen, least) > 0 for chosen, _ in scored]
+    weights = [weight * may for weight, may in zip(weights, begins, strict=True)]
+    if not any(weights[i] > 0 for i in best):
+        first = math.exp(max(scored[i][0][0] for i in best))
+        raise GroupRefused(
+            "improbable", f"this node begins an answer so in {100 * first:.2g} % of its samples"
+        )
     return weights
 
 

@@ -495,7 +495,9 @@ def test_improbable_first_token_teaches_nothing(policy, sample):
     )
     group = external(policy, replace(sample, completions=[first, *sample.completions[1:]]))
     loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
-    assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
+    judgement = judged(policy, group, loose)
+    assert [outcome for _, outcome in judgement.outcomes] == ["improbable"]
+    assert "begins an answer so in 0.0" in judgement.details["improbable"]
 
 
 def test_peers_marks_are_not_learnt(policy, sample):
