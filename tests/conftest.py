@@ -1,5 +1,5 @@
-"""Order of the test files, groups of tests that must not be skipped, an end for workers that hang,
-and CPU time by file.
+"""Order of the test files, groups of tests that must not be skipped, and an end for workers that
+hang.
 
 Five workers share the files (`--dist loadfile`) on two cores, because many tests wait. The longest
 files run first, so that no worker starts one at the end.
@@ -8,7 +8,6 @@ files run first, so that no worker starts one at the end.
 import collections
 import faulthandler
 import gc
-import json
 import logging
 import os
 import sys
@@ -100,12 +99,6 @@ def pytest_addoption(parser):
         metavar="FOLDER",
         help="fail if a test in this folder of tests/ is skipped",
     )
-    parser.addoption(
-        "--cpu-json",
-        type=Path,
-        metavar="FILE",
-        help="write the CPU seconds of each test file to FILE",
-    )
 
 
 STDERR = pytest.StashKey[int]()
@@ -118,47 +111,8 @@ def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
         # xdist would start with the files that have most tests; the longest files have one test
         config.option.loadscopereorder = False
-    if config.option.cpu_json and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(CpuByFile(config.option.cpu_json))
     if config.option.must_run and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MustRun(config))
-
-
-_cpu_seconds_counted = 0.0
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Attach the CPU seconds of a test to its last report: those of the worker and of the child
-    processes that it reaped since the previous test."""
-    global _cpu_seconds_counted
-    report = yield
-    if call.when == "setup" and not _cpu_seconds_counted:
-        _cpu_seconds_counted = sum(os.times()[:4])
-    if call.when == "teardown":
-        now = sum(os.times()[:4])
-        report.user_properties.append(("cpu_seconds", now - _cpu_seconds_counted))
-        _cpu_seconds_counted = now
-    return report
-
-
-class CpuByFile:
-    """Sums the CPU seconds of tests by file and writes them as JSON when the run ends."""
-
-    def __init__(self, path):
-        self.path = path
-        self.seconds = collections.Counter()
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "teardown":
-            self.seconds[report.nodeid.partition("::")[0]] += dict(report.user_properties)[
-                "cpu_seconds"
-            ]
-
-    def pytest_sessionfinish(self):
-        files = {name: round(seconds, 2) for name, seconds in self.seconds.most_common()}
-        total = round(sum(self.seconds.values()), 1)
-        self.path.write_text(json.dumps({"total": total, "files": files}, indent=1) + "\n")
 
 
 class MustRun:

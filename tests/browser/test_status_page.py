@@ -3,19 +3,14 @@ requests."""
 
 from __future__ import annotations
 
-import functools
 import html
-import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
-import trio
 
-from swarmnode.config import HttpConfig
 from swarmnode.drops import DropCounts
 from swarmnode.observe import http
 from swarmnode.observe.history import History
@@ -34,47 +29,24 @@ from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
 from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
 from swarmnode.weights.network.service import WeightsStatistics
-from tests.support.snapshots import PEERS, STARTED_AT, example, example_at
+from tests.support.browser import CHROMIUM, Tab, status_page
+from tests.support.snapshots import PEERS, STARTED_AT, example
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
 ]
-
-QUIET = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-default-apps",
-    "--disable-extensions",
-    "--enable-logging=stderr",
-)
-NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
 REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/samples", "/status?points=360"}
 
 
-class Past(History):
-    """Five minutes of history of the example node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for second in range(300, 600):
-            self.add(example_at(float(second)))
-
-
 class Visit:
-    def __init__(self, dom: str, log: str, net: dict, origin: str) -> None:
+    """What a tab shows."""
+
+    def __init__(self, dom: str, tab: Tab, origin: str) -> None:
         self.dom = dom
         self.text = html.unescape(re.sub(r"<[^>]+>", " ", dom))
-        self.console = [line for line in log.splitlines() if ":CONSOLE" in line]
-        self.requests = {url.removeprefix(origin) for url in _requests(net, origin)}
+        self.errors = tab.errors
+        self.requests = {url.removeprefix(origin) for url in tab.requests}
 
     def path(self, series: str) -> str:
         """Return the points of one line as the browser has them."""
@@ -82,48 +54,19 @@ class Visit:
         return found.group(1) if found else ""
 
 
-def _requests(net: dict, origin: str) -> set[str]:
-    """Return the URLs that the page requested. Chromium's own requests are excluded; NOWHERE keeps
-    them on this machine."""
-    params = [event["params"] for event in net["events"] if "params" in event]
-    return {
-        p["url"]
-        for p in params
-        if "url" in p and (p.get("initiator") == origin or p["url"].startswith(origin))
-    }
-
-
-async def visit(
-    tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280, past=Past, seconds: int = 4
-) -> Visit:
-    monkeypatch.setattr(http, "History", past)
-    net_log = tmp_path / "net.json"
-    async with trio.open_nursery() as nursery:
-        serve = functools.partial(
-            http.serve_http, HttpConfig(port=0), snapshot, data_dir=tmp_path / "node"
+async def visit(tmp_path: Path, snapshot=example, shown: str = "true", **options) -> Visit:
+    """Visit the page of a node until `shown` holds in it."""
+    async with status_page(tmp_path, snapshot, **options) as tab:
+        await tab.until(
+            f"({shown}) && performance.getEntriesByType('resource').some((each) =>"
+            " each.name.endsWith('/samples'))"
         )
-        url = await nursery.start(serve)
-        mine = (
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},1200",
-            f"--log-net-log={net_log}",
-        )
-        what = (f"--virtual-time-budget={seconds * 1000}", "--dump-dom", url)
-        with trio.fail_after(60):
-            done = await trio.run_process(
-                [CHROMIUM, *QUIET, NOWHERE, *mine, *what], capture_stdout=True, capture_stderr=True
-            )
-        nursery.cancel_scope.cancel()
-    return Visit(
-        done.stdout.decode(),
-        done.stderr.decode(errors="replace"),
-        json.loads(net_log.read_text()),
-        url,
-    )
+        dom, origin = await tab.js("[document.documentElement.outerHTML, location.origin]")
+        return Visit(dom, tab, origin)
 
 
-async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch)
+async def test_page_shows_the_snapshot(tmp_path) -> None:
+    seen = await visit(tmp_path)
     for series in (
         "reward_own",
         "reward_external",
@@ -167,12 +110,12 @@ async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
     assert 'aria-label="Reward: own 0.659, peers\' 0.654, held-out 0.631"' in html.unescape(
         seen.dom
     ).replace("&#39;", "'")
-    assert seen.console == []
+    assert seen.errors == []
     assert seen.requests == REQUESTS
 
 
-async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch, width=390)
+async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path) -> None:
+    seen = await visit(tmp_path, width=390)
     text = re.sub(r"\s+", " ", seen.text)
     assert (
         "Swarm (claimed, not verified) 4 nodes with a recent summary; the median of their held-out"
@@ -196,9 +139,10 @@ async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch
         "/swarmnode/groups/1 4.5 MiB",
         "of 186.3 GiB",
         "0.4 s ahead of most peers'",
+        "special ids own, not shared",
     ):
         assert value in (text if value != "received through another peer" else seen.dom), value
-    assert seen.console == []
+    assert seen.errors == []
 
 
 def recovering() -> NodeSnapshot:
@@ -217,8 +161,8 @@ def recovering() -> NodeSnapshot:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch, width) -> None:
-    seen = await visit(tmp_path, monkeypatch, recovering, width=width)
+async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, width) -> None:
+    seen = await visit(tmp_path, recovering, width=width)
     text = re.sub(r"\s+", " ", seen.text)
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
     assert (
@@ -246,12 +190,12 @@ async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch
         "succeeded 3, failed 1",
     ):
         assert value in text, value
-    assert seen.console == []
+    assert seen.errors == []
 
 
-async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> None:
+async def test_page_shows_no_crew_for_a_whole_policy(tmp_path) -> None:
     seen = await visit(
-        tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesStatistics())
+        tmp_path, lambda: msgspec.structs.replace(example(), stages=StagesStatistics())
     )
     assert re.search(r'id="crew-card"[^>]*hidden', seen.dom)
     waiting = StagesStatistics(
@@ -259,14 +203,14 @@ async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> N
     )
     (tmp_path / "again").mkdir()
     seen = await visit(
-        tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting)
+        tmp_path / "again", lambda: msgspec.structs.replace(example(), stages=waiting)
     )
     line = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
     assert line in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 
-async def test_page_shows_used_budget_and_full_disk(tmp_path, monkeypatch) -> None:
+async def test_page_shows_used_budget_and_full_disk(tmp_path) -> None:
     s = example()
     budget = msgspec.structs.replace(
         s.budget,
@@ -280,7 +224,7 @@ async def test_page_shows_used_budget_and_full_disk(tmp_path, monkeypatch) -> No
     poor = msgspec.structs.replace(
         s, node=node, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm
     )
-    seen = await visit(tmp_path, monkeypatch, lambda: poor)
+    seen = await visit(tmp_path, lambda: poor)
     for value in (
         "quiet hours, month",
         "out -2.0 KiB",
@@ -293,10 +237,10 @@ async def test_page_shows_used_budget_and_full_disk(tmp_path, monkeypatch) -> No
     assert 'data-state="paused"' in seen.dom
     assert "/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12" in seen.text
     assert re.search(r'id="no-weights"[^>]*>', seen.dom).group(0).count("hidden") == 0
-    assert seen.console == []
+    assert seen.errors == []
 
 
-async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
+async def test_hostile_strings_are_inert(tmp_path) -> None:
     evil = (
         '"><script>document.title="owned"</script><img src="http://evil.example/x"'
         " onerror=\"document.title='owned'\">"
@@ -343,25 +287,25 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
             report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil),
         ),
     )
-    seen = await visit(tmp_path, monkeypatch, lambda: snapshot, width=390)
+    seen = await visit(tmp_path, lambda: snapshot, width=390)
     assert evil in seen.text
     assert re.findall(r"<script[^>]*>", seen.dom) == ['<script src="/app.js" defer="">']
     assert "<img" not in seen.dom
     assert not re.search(r"<title>owned", seen.dom)
-    assert seen.console == []
+    assert seen.errors == []
     assert seen.requests == REQUESTS
 
 
-async def test_page_works_before_the_node_is_ready(tmp_path, monkeypatch) -> None:
+async def test_page_works_before_the_node_is_ready(tmp_path) -> None:
     empty = NodeSnapshot()
     node = msgspec.structs.replace(empty.node, swarm_name="evening")
     snapshot = msgspec.structs.replace(empty, node=node)
-    seen = await visit(tmp_path, monkeypatch, lambda: snapshot, past=History)
+    seen = await visit(tmp_path, lambda: snapshot, history=History)
     assert "<title>evening · swarmnode</title>" in seen.dom
     assert "nothing measured yet" in seen.text
     assert "the policy is not loaded yet" in seen.text
     assert "No peers yet." in seen.text
-    assert seen.console == []
+    assert seen.errors == []
 
 
 async def test_page_reports_a_node_that_stops_answering(tmp_path, monkeypatch) -> None:
@@ -376,14 +320,13 @@ async def test_page_reports_a_node_that_stops_answering(tmp_path, monkeypatch) -
 
     monkeypatch.setattr(http, "TICK_SECONDS", math.inf)
     monkeypatch.setattr(http, "CACHE_SECONDS", 0.0)
-    seen = await visit(tmp_path, monkeypatch, dying, seconds=20)
-    assert 'data-state="stale"' in seen.dom
+    seen = await visit(tmp_path, dying, "document.body.dataset.state === 'stale'")
     assert "The node has not answered for" in seen.text
     assert "0.631" in seen.text
 
 
-async def test_held_out_curve_has_an_error_band(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch)
+async def test_held_out_curve_has_an_error_band(tmp_path) -> None:
+    seen = await visit(tmp_path)
     band = re.search(r'<path class="area band held-out" d="M([^"]+)Z"', seen.dom)
     assert band is not None
     heights = [float(point.split(" ")[1]) for point in band[1].split("L")]
@@ -394,7 +337,7 @@ async def test_held_out_curve_has_an_error_band(tmp_path, monkeypatch) -> None:
     assert all(a < at < b for a, at, b in zip(over, line, under, strict=True))
 
 
-async def test_page_says_step_age_and_warnings(tmp_path, monkeypatch) -> None:
+async def test_page_says_step_age_and_warnings(tmp_path) -> None:
     def old() -> NodeSnapshot:
         s = example()
         report = msgspec.structs.replace(s.trainer.report, reward_held_out_step=160)
@@ -402,16 +345,16 @@ async def test_page_says_step_age_and_warnings(tmp_path, monkeypatch) -> None:
         trainer = msgspec.structs.replace(s.trainer, report=report)
         return msgspec.structs.replace(s, trainer=trainer, logs=quiet)
 
-    class Successor(Past):
-        """After a change of tasks in the middle."""
+    def before_a_successor(s: NodeSnapshot) -> NodeSnapshot:
+        """Let the tasks change in the middle of the history."""
+        early = s.at < STARTED_AT + 450
+        return (
+            msgspec.structs.replace(s, node=msgspec.structs.replace(s.node, swarm="0" * 64))
+            if early
+            else s
+        )
 
-        def add(self, snapshot: NodeSnapshot) -> None:
-            if snapshot.at < STARTED_AT + 450:
-                node = msgspec.structs.replace(snapshot.node, swarm="00" * 32)
-                snapshot = msgspec.structs.replace(snapshot, node=node)
-            super().add(snapshot)
-
-    seen = await visit(tmp_path, monkeypatch, old, past=Successor)
+    seen = await visit(tmp_path, old, change=before_a_successor)
     shown = re.sub(r"\s+", " ", seen.text)
     for expected in (
         "at step 160, 90 steps old",
@@ -427,10 +370,10 @@ async def test_page_says_step_age_and_warnings(tmp_path, monkeypatch) -> None:
     (mark,) = re.findall(r'<line class="mark" x1="([\d.]+)"', seen.dom)
     line = [float(point.split(" ")[0]) for point in seen.path("reward_held_out")[1:].split("L")]
     assert line[0] < float(mark) < line[-1]
-    assert seen.console == []
+    assert seen.errors == []
 
 
-async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:
+async def test_page_reports_an_unchanged_policy(tmp_path) -> None:
     def stuck() -> NodeSnapshot:
         s = example()
         since = {"not_finite": 9}
@@ -438,11 +381,6 @@ async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:
         report = msgspec.structs.replace(s.trainer.report, drops=drops)
         return msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, report=report))
 
-    seen = await visit(tmp_path, monkeypatch, stuck)
+    seen = await visit(tmp_path, stuck)
     assert "needs a look" in seen.text
     assert "the policy has not changed for 9 steps: the gradient is not finite" in seen.text
-
-
-async def test_unshared_groups_are_listed_with_reasons(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch)
-    assert "special ids own, not shared" in re.sub(r"\s+", " ", seen.text)

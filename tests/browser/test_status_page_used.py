@@ -3,60 +3,25 @@ head of the crew is elsewhere."""
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 import pytest
-import trio
 
-from swarmnode.config import HttpConfig
 from swarmnode.observe import http
-from swarmnode.observe.history import History
 from swarmnode.observe.samples import Answer, Sample, Turn
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
 from swarmnode.observe.watch import ProcessStatistics
 from swarmnode.p2p.budget import TrafficStatistics
-from tests.support.browser import CHROMIUM, chromium
-from tests.support.snapshots import OWN, PEERS, example, example_at
+from tests.support.browser import CHROMIUM, status_page
+from tests.support.snapshots import OWN, PEERS, example
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
 ]
 replace = msgspec.structs.replace
-DRAWN = "document.body.dataset.state !== 'connecting'"
 
 
-@contextlib.asynccontextmanager
-async def page(
-    tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280, data_dir=None
-):
-    """Yield a tab with the page of a node with five minutes of history. `change` is applied to each
-    moment."""
-
-    class Past(History):
-        def __init__(self) -> None:
-            super().__init__()
-            for second in range(300, 600):
-                self.add(change(example_at(float(second))))
-
-    monkeypatch.setattr(http, "History", Past)
-    now = lambda: change(snapshot())
-    async with trio.open_nursery() as nursery:
-        url = await nursery.start(
-            lambda task_status: http.serve_http(
-                HttpConfig(port=0), now, data_dir=data_dir, task_status=task_status
-            )
-        )
-        async with chromium(tmp_path) as tab:
-            await tab.look(width)
-            await tab.open(url)
-            await tab.until(DRAWN)
-            yield tab
-        nursery.cancel_scope.cancel()
-
-
-async def test_nothing_is_clipped_or_overlaps_at_any_width(tmp_path, monkeypatch) -> None:
+async def test_nothing_is_clipped_or_overlaps_at_any_width(tmp_path) -> None:
     s = example()
     names = [f"/swarmnode/weights-manifest-{i}/1" for i in range(3)]
     traffic = TrafficStatistics(
@@ -78,7 +43,7 @@ async def test_nothing_is_clipped_or_overlaps_at_any_width(tmp_path, monkeypatch
     outside = """[...document.querySelectorAll('figure svg text')].filter((text) =>
         text.getBoundingClientRect().left < text.closest('figure').getBoundingClientRect().left + 1
         ).map((text) => text.textContent)"""
-    async with page(tmp_path, monkeypatch, lambda: busy) as tab:
+    async with status_page(tmp_path, lambda: busy) as tab:
         for width in (1280, 880, 600, 390, 320):
             await tab.look(width)
             await tab.js(
@@ -132,9 +97,9 @@ def keep_samples(data_dir, texts):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_hostile_completions_are_shown_as_text(tmp_path, monkeypatch, width) -> None:
+async def test_hostile_completions_are_shown_as_text(tmp_path, width) -> None:
     keep_samples(tmp_path / "node", HOSTILE)
-    async with page(tmp_path, monkeypatch, width=width, data_dir=tmp_path / "node") as tab:
+    async with status_page(tmp_path, width=width, data_dir=tmp_path / "node") as tab:
         await tab.until("document.querySelectorAll('#samples li').length > 0")
         texts = await tab.js(
             "[...document.querySelectorAll('#samples pre.question')].map((each) =>"
@@ -183,7 +148,7 @@ async def test_hostile_completions_are_shown_as_text(tmp_path, monkeypatch, widt
         assert tab.errors == []
 
 
-async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
+async def test_large_numbers_fit_beside_the_axis(tmp_path) -> None:
     """A label of 20000 clipped to 0000 shows a wrong value."""
 
     def busy(s: NodeSnapshot) -> NodeSnapshot:
@@ -195,7 +160,7 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
         return replace(s, network=replace(s.network, traffic=traffic))
 
     labels = "[...document.querySelectorAll('figure svg text[text-anchor=end]')]"
-    async with page(tmp_path, monkeypatch, change=busy) as tab:
+    async with status_page(tmp_path, change=busy) as tab:
         assert "40 k" in await tab.js(f"{labels}.map((text) => text.textContent)")
         assert (
             await tab.js(
@@ -205,8 +170,8 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
         )
 
 
-async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path, monkeypatch) -> None:
-    async with page(tmp_path, monkeypatch) as tab:
+async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path) -> None:
+    async with status_page(tmp_path) as tab:
         reached = []
         charts = await tab.js("document.querySelectorAll('figure svg').length")
         for _ in range(charts + 6):  # two lists, four links
@@ -229,21 +194,19 @@ async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path, monkeypatch)
         assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
 
 
-async def test_selection_survives_a_refresh(tmp_path, monkeypatch) -> None:
-    async with page(tmp_path, monkeypatch) as tab:
+async def test_selection_survives_a_refresh(tmp_path) -> None:
+    async with status_page(tmp_path) as tab:
         await tab.js("getSelection().selectAllChildren(document.querySelector('#identity code'))")
         await tab.js("window.before = answeredAt, 0")
         await tab.until("answeredAt > before")
         assert await tab.js("getSelection().toString()") == OWN
 
 
-async def test_hides_speed_without_a_trainer(tmp_path, monkeypatch) -> None:
+async def test_hides_speed_without_a_trainer(tmp_path) -> None:
     lost = lambda s: replace(
         s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None)
     )
-    async with page(
-        tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s
-    ) as tab:
+    async with status_page(tmp_path, change=lambda s: lost(s) if s.at % 1000 > 500 else s) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         assert "no trainer" in tiles
         assert "212" not in tiles
@@ -256,12 +219,12 @@ async def test_hides_speed_without_a_trainer(tmp_path, monkeypatch) -> None:
         )
 
 
-async def test_member_shows_its_stage_without_empty_charts(tmp_path, monkeypatch) -> None:
+async def test_member_shows_its_stage_without_empty_charts(tmp_path) -> None:
     third = lambda crew: replace(
         crew, stage=2, slots=tuple(replace(slot, layers=1) for slot in crew.slots)
     )
     member = lambda s: replace(s, stages=replace(s.stages, crew=third(s.stages.crew)))
-    async with page(tmp_path, monkeypatch, change=member) as tab:
+    async with status_page(tmp_path, change=member) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         for expected in (
             "measured by the crew's head",
@@ -283,7 +246,7 @@ async def test_member_shows_its_stage_without_empty_charts(tmp_path, monkeypatch
         assert named == ["attic", "Küche 2", "gpu-box-7"]
 
 
-async def test_missing_values_are_not_shown_as_current(tmp_path, monkeypatch) -> None:
+async def test_missing_values_are_not_shown_as_current(tmp_path) -> None:
     s = example()
     processes = {"scorer": ProcessStatistics(2**20, 0.2)}
     new = replace(
@@ -292,7 +255,7 @@ async def test_missing_values_are_not_shown_as_current(tmp_path, monkeypatch) ->
         processes=processes,
         health=replace(s.health, draining=True),
     )
-    async with page(tmp_path, monkeypatch, lambda: new) as tab:
+    async with status_page(tmp_path, lambda: new) as tab:
         assert await tab.js("document.querySelector('#peers td:last-child').textContent") == "–"
         assert "1.0 MiB, under 1 s of CPU" in await tab.js(
             "document.getElementById('resources').innerText"
@@ -303,21 +266,21 @@ async def test_missing_values_are_not_shown_as_current(tmp_path, monkeypatch) ->
 
 
 async def test_outdated_page_says_so(tmp_path, monkeypatch) -> None:
-    async with page(tmp_path, monkeypatch) as tab:
+    async with status_page(tmp_path) as tab:
         monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
         await tab.until("document.body.dataset.state === 'stale'")
         assert "reload the page" in await tab.js("document.getElementById('notice').textContent")
         assert len(tab.errors) >= 1
 
 
-async def test_downtime_is_a_gap_in_the_lines(tmp_path, monkeypatch) -> None:
+async def test_downtime_is_a_gap_in_the_lines(tmp_path) -> None:
     later = lambda s: replace(s, at=s.at + 120) if s.at % 1000 > 450 else s
-    async with page(tmp_path, monkeypatch, change=later) as tab:
+    async with status_page(tmp_path, change=later) as tab:
         drawn = await tab.js(
             "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
         )
         assert drawn.count("M") == 2
-    async with page(tmp_path / "whole", monkeypatch) as tab:
+    async with status_page(tmp_path / "whole") as tab:
         drawn = await tab.js(
             "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
         )

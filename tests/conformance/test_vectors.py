@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from protocol.generate import frames
+from protocol.generate.schema import MESSAGES as SCHEMA
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.network.admission import Admission, Refusal, _ends_alike
@@ -40,23 +42,11 @@ from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, open_session, open_summary, peer_id, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import (
-    GroupsRequest,
-    GroupsResponse,
     ListedGroup,
     ListingRequest,
-    ListingResponse,
 )
 from swarmnode.wire.manifest import meets_rules, open_manifest
 from swarmnode.wire.messages import (
-    BulkManifest,
-    BulkManifestRequest,
-    BulkManifestResponse,
-    BulkRequest,
-    BulkResponse,
-    ManifestRequest,
-    ManifestResponse,
-    NeighboursRequest,
-    NeighboursResponse,
     RolloutRules,
 )
 from tests.support.authors import episode
@@ -68,19 +58,9 @@ DOCUMENTS = {
     for path in sorted((PROTOCOL / "vectors").glob("*.json"))
 }
 MESSAGES = {
-    "listing_request": (ListingRequest, limits.LISTING_REQUEST_BYTES),
-    "listing_response": (ListingResponse, limits.LISTING_RESPONSE_BYTES),
-    "groups_request": (GroupsRequest, limits.GROUPS_REQUEST_BYTES),
-    "groups_response": (GroupsResponse, limits.GROUPS_RESPONSE_BYTES),
-    "neighbours_request": (NeighboursRequest, limits.NEIGHBOURS_REQUEST_BYTES),
-    "neighbours_response": (NeighboursResponse, limits.NEIGHBOURS_RESPONSE_BYTES),
-    "manifest_request": (ManifestRequest, limits.MANIFEST_REQUEST_BYTES),
-    "manifest_response": (ManifestResponse, limits.MANIFEST_RESPONSE_BYTES),
-    "bulk_manifest": (BulkManifest, limits.BULK_MANIFEST_BYTES),
-    "bulk_manifest_request": (BulkManifestRequest, limits.BULK_MANIFEST_REQUEST_BYTES),
-    "bulk_manifest_response": (BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES),
-    "bulk_request": (BulkRequest, limits.BULK_REQUEST_BYTES),
-    "bulk_response": (BulkResponse, limits.BULK_RESPONSE_BYTES),
+    name: (SCHEMA[name], getattr(limits, f"{name.upper()}_BYTES"))
+    for name in SCHEMA
+    if re.match(r"(listing|groups|neighbours|manifest|bulk)_", name)
 }
 CREWS = {"crews_request": decode_request, "crews_answer": decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}

@@ -23,19 +23,9 @@ EXPOSURE = 2.4
 and devices."""
 
 
-class Ordered(dict):
-    """A dict that keeps all values of equal keys. systemd reads all of them, configparser only the
-    last."""
-
-    def __setitem__(self, key, value):
-        if isinstance(value, list) and key in self:
-            self[key].extend(value)
-        else:
-            super().__setitem__(key, value)
-
-
 def section(name):
-    parser = configparser.RawConfigParser(dict_type=Ordered, strict=False, interpolation=None)
+    """Return the last value of each key of a section."""
+    parser = configparser.RawConfigParser(strict=False, interpolation=None)
     parser.optionxform = str
     parser.read(UNIT)
     return dict(parser[name])

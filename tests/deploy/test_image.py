@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +11,7 @@ import urllib.request
 import pytest
 
 from tests.support.fresh import machine
+from tests.support.waiting import free_port
 
 TOOLS = ("buildah", "debootstrap")
 
@@ -75,12 +75,6 @@ def image(buildah, tmp_path):
         shared = [f"--volume={path}:{path}" for path in fresh.shared]
     buildah.build(clone, "swarmnode", "--file", clone / "docker" / "Dockerfile", *shared)
     return "localhost/swarmnode"
-
-
-def free_port():
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
 
 
 def test_the_image_is_built_and_runs_and_drains(buildah, image, tmp_path):

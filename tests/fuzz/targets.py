@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.generate.schema import MESSAGES
 from swarmnode import gguf
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
@@ -67,22 +68,7 @@ HEADER = payload.Header(
         for spec, body in zip(LAYOUT, BODIES, strict=True)
     ],
 )
-STRUCTS = (
-    messages.Envelope,
-    messages.NeighboursRequest,
-    messages.NeighboursResponse,
-    messages.ManifestRequest,
-    messages.ManifestResponse,
-    messages.BulkManifest,
-    messages.BulkManifestRequest,
-    messages.BulkManifestResponse,
-    messages.BulkRequest,
-    messages.BulkResponse,
-    listings.ListingRequest,
-    listings.ListingResponse,
-    listings.GroupsRequest,
-    listings.GroupsResponse,
-)
+WIRE = [kind for kind in MESSAGES.values() if kind.__module__.startswith("swarmnode.wire.")]
 Feed = Callable[[bytes], object]
 
 
@@ -97,8 +83,8 @@ def drive(coroutine: Coroutine[Any, Any, object]) -> object:
 
 
 def every_struct(data: bytes) -> None:
-    """Decode the bytes as each message type in turn."""
-    for kind in STRUCTS:
+    """Decode the bytes as each type of message between hosts in turn."""
+    for kind in WIRE:
         with contextlib.suppress(BadMessage):
             codec.decode(data, kind, limits.GROUP_BYTES)
 

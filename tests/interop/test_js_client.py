@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.foreign import Foreign, install, judged, missing, network_process, until
+from tests.support.foreign import Foreign, install, judged, missing, network_process
+from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,9 +63,10 @@ def test_client_joins_polls_fetches_and_verifies(foreign, node, joined):
     assert (joined["encryption"], joined["multiplexer"]) == ("/noise", "/yamux/1.0.0")
     assert [task["id"] for task in joined["manifest"]["tasks"]] == ["builtin/copy", "builtin/sum"]
     published = {1: node.publish(1), 2: node.publish(2), 3: node.publish(3, long=True)}
-    listing = until(
+    listing = wait_for(
         lambda: (found := foreign.unless_reset("list")) and len(found["groups"]) == 3 and found,
         lambda: foreign("list"),
+        30.0,
         pause=1.0,
     )
     own_key = node.author.key.public_key().public_bytes_raw().hex()

@@ -1,17 +1,15 @@
 """The joining example of README.md, command by command: `init` on a public machine, `join` from two
 machines behind routers."""
 
-import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.support.nat_process import wait_until
+from tests.support.nat_machine import Machine, tails
 from tests.support.netns import Topology, missing
+from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.nat,
@@ -23,85 +21,6 @@ pytestmark = [
 
 JOINED_SECONDS = 240.0
 QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22external%22%7D"
-
-
-class Machine:
-    """A namespace with one node, driven by its command line and observed through its own HTTP
-    server."""
-
-    def __init__(self, net, name, directory, listen, *more):
-        self.net, self.name, self.directory = net, name, directory
-        directory.mkdir()
-        sets = (
-            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]',
-            "network.mdns=false",
-            "policy.threads=1",
-            "training.step_interval=1.0",
-            *more,
-        )
-        self.options = [
-            "--data-dir",
-            str(directory / "data"),
-            *(word for each in sets for word in ("--set", each)),
-        ]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
-        self.environment = {**kept, "HF_HUB_OFFLINE": "1"}
-
-    def command(self, *words):
-        """Run a command to its end and return its standard output."""
-        command = [sys.executable, "-m", "swarmnode", *words, *self.options]
-        done = self.net.run(
-            self.name, command, capture_output=True, text=True, timeout=240, env=self.environment
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def start(self, *words):
-        """Start a command that keeps running. words: as in README.md."""
-        with open(self.directory / "node.log", "ab") as log:
-            command = [sys.executable, "-m", "swarmnode", *words, *self.options]
-            self.process = self.net.spawn(
-                self.name,
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-            )
-
-    def get(self, path, port=9464):
-        return self.net.get(self.name, f"http://127.0.0.1:{port}/{path}")
-
-    def snapshot(self):
-        text = self.get("status?points=1")
-        return json.loads(text)["snapshot"] if text else None
-
-    @property
-    def peer(self):
-        view = self.snapshot()
-        return view["node"]["peer"] if view else ""
-
-    def used(self):
-        """Return groups trained on, by peer."""
-        view = self.snapshot()
-        report = view["trainer"]["report"] if view else None
-        return report["peers_used"] if report else {}
-
-    def steps(self):
-        view = self.snapshot()
-        return view["trainer"]["report"]["step"] if view and view["trainer"]["report"] else 0
-
-    def metric(self, name):
-        """Return the sum over all series of a metric in /metrics."""
-        lines = [
-            line
-            for line in self.get("metrics").splitlines()
-            if line.split("{")[0].split(" ")[0] == name
-        ]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def log(self):
-        return (self.directory / "node.log").read_text(errors="replace")
 
 
 def use_each_other(machines, more_than=()):
@@ -122,14 +41,6 @@ def use_each_other(machines, more_than=()):
         for other, peer in peers.items()
         if one != other
     )
-
-
-def wait_for(condition, what, seconds, machines):
-    try:
-        return wait_until(condition, what, seconds)
-    except AssertionError as error:
-        tails = {machine.name: (machine.used(), machine.log()[-1500:]) for machine in machines}
-        raise AssertionError(f"{error}: {tails}") from None
 
 
 def prometheus(machine, directory):
@@ -172,16 +83,15 @@ def test_swarm_behind_routers_survives_loss_of_the_founder(tmp_path):
         invite = founder.command("init", "--name", "evening")
         assert invite.startswith("/ip4/5.5.5.5/tcp/9512/p2p/12D3Koo")
         founder.start("run")
-        wait_until(lambda: founder.peer, "the founder runs", 240.0)
+        wait_for(lambda: founder.peer, "the founder runs", 240.0)
 
         joined = time.monotonic()
         for machine in (a, b):
             machine.start("join", invite)
         wait_for(
             lambda: use_each_other(everybody),
-            "all three train on groups of both others",
+            tails("all three train on groups of both others", everybody),
             JOINED_SECONDS,
-            everybody,
         )
         assert time.monotonic() - joined < JOINED_SECONDS
         assert {machine.snapshot()["node"]["swarm"] for machine in everybody} == {
@@ -192,15 +102,10 @@ def test_swarm_behind_routers_survives_loss_of_the_founder(tmp_path):
             and len((machine.snapshot()["trainer"]["report"] or {}).get("peers_used", ())) == 2
             for machine in everybody
         )
-        wait_for(
-            metrics,
-            "all three are connected and use each other, by their metrics",
-            240.0,
-            everybody,
-        )
+        wait_for(metrics, tails("all three use each other, by their metrics", everybody))
         assert all(machine.metric("swarmnode_trained_groups_total") > 0 for machine in everybody)
         if prometheus(a, tmp_path):
-            wait_until(
+            wait_for(
                 lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series"
             )
 
@@ -212,14 +117,12 @@ def test_swarm_behind_routers_survives_loss_of_the_founder(tmp_path):
         steps = [machine.steps() for machine in (a, b)]
         wait_for(
             lambda: use_each_other([a, b], before),
-            "the two continue without the founder",
-            240.0,
-            [a, b],
+            tails("the two continue without the founder", [a, b]),
         )
         stepped = lambda: all(
             machine.steps() > step for machine, step in zip((a, b), steps, strict=True)
         )
-        wait_for(stepped, "the two take steps without the founder", 240.0, [a, b])
+        wait_for(stepped, tails("the two take steps without the founder", [a, b]))
 
         # A member loses power and restarts with `run`. Only the other member behind a router is
         # there, until the founder returns.
@@ -230,7 +133,5 @@ def test_swarm_behind_routers_survives_loss_of_the_founder(tmp_path):
         b.start("run")
         wait_for(
             lambda: b.peer == peer and use_each_other(everybody, before),
-            "all three are back",
-            240.0,
-            everybody,
+            tails("all three are back", everybody),
         )

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from swarmnode.doctor.checks import DialBackFacts
-from tests.support.nat_process import NatHost, wait_until
+from tests.support.nat_process import NatHost
 from tests.support.netns import Topology, missing
+from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.nat,
@@ -43,7 +44,7 @@ def swarm(tmp_path, kinds, **settings):
             **settings,
         }
         a, b = (NatHost(net, name, tmp_path / name, **nodes) for name in ("a", "b"))
-        wait_until(lambda: a.sees(b) and b.sees(a), "they find each other through the relay")
+        wait_for(lambda: a.sees(b) and b.sees(a), "they find each other through the relay")
         yield net, start_relay, relay, a, b
 
 
@@ -54,7 +55,7 @@ def exchange(a, b):
             one.do("request", peer=other.peer, bytes=MEBIBYTE).get("same") is True
         )
         # Retry: the first request may use a connection that is already dead.
-        wait_until(carried, "1 MiB arrives")
+        wait_for(carried, "1 MiB arrives")
 
 
 def test_unreachable_hosts_detect_it_and_reserve_a_relay(tmp_path):
@@ -82,13 +83,13 @@ def test_unreachable_hosts_detect_it_and_reserve_a_relay(tmp_path):
 
 def test_punched_connection_outlives_the_relay(tmp_path):
     with swarm(tmp_path, ("preserving", "preserving")) as (_, _, relay, a, b):
-        wait_until(lambda: a.sees(b) == b.sees(a) == "direct", "the hole is punched")
-        wait_until(
+        wait_for(lambda: a.sees(b) == b.sees(a) == "direct", "the hole is punched")
+        wait_for(
             lambda: relay.do("stat")["nat"]["relay"]["circuits"] == 0, "the circuit is given up"
         )
         exchange(a, b)
         relay.kill()
-        wait_until(lambda: relay.peer not in a.do("stat")["connected"], "the relay is missed")
+        wait_for(lambda: relay.peer not in a.do("stat")["connected"], "the relay is missed")
         assert a.sees(b) == b.sees(a) == "direct"
         exchange(a, b)
 
@@ -96,15 +97,15 @@ def test_punched_connection_outlives_the_relay(tmp_path):
 def test_random_ports_keep_hosts_on_the_relay(tmp_path):
     with swarm(tmp_path, ("preserving", "fully-random")) as (_, start_relay, relay, a, b):
         exchange(a, b)
-        wait_until(
+        wait_for(
             lambda: sum(each.do("stat")["nat"]["punch"]["failed"] for each in (a, b)) == 1,
             "punching is given up",
         )
         assert a.sees(b) == b.sees(a) == "relayed"
         relay.kill()
-        wait_until(lambda: not a.sees(b) and not b.sees(a), "they lose each other")
+        wait_for(lambda: not a.sees(b) and not b.sees(a), "they lose each other")
         start_relay()
-        wait_until(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again")
+        wait_for(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again")
         exchange(a, b)
 
 
@@ -138,12 +139,12 @@ def test_nodes_recover_when_the_router_changes_its_address(tmp_path):
         exchange(a, b)
         assert a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.11"
         net.move("a", "5.5.5.21")
-        wait_until(
+        wait_for(
             lambda: a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.21",
             "peers see the new address",
             400.0,
         )
-        wait_until(
+        wait_for(
             lambda: relay.peer in a.do("stat")["connected"] and a.sees(b) and b.sees(a),
             "they find each other again",
             400.0,
@@ -153,7 +154,7 @@ def test_nodes_recover_when_the_router_changes_its_address(tmp_path):
         def answered(one, other):
             return one.do("request", peer=other.peer, bytes=1000).get("same") is True
 
-        wait_until(
+        wait_for(
             lambda: answered(a, b) and answered(b, a), "no connection of before is left", 400.0
         )
         exchange(a, b)
@@ -169,7 +170,7 @@ def test_ipv6_only_hosts_find_each_other(tmp_path):
             NatHost(net, name, tmp_path / name, initial_peers=b.addrs, **listen(number))
             for name, number in (("a", 1), ("c", 3))
         )
-        wait_until(lambda: a.sees(c) == c.sees(a) == "direct", "a and c hear of each other from b")
+        wait_for(lambda: a.sees(c) == c.sees(a) == "direct", "a and c hear of each other from b")
         exchange(a, c)
-        wait_until(lambda: a.do("stat")["nat"]["reach"]["verdict"] == "public", "a is dialled back")
+        wait_for(lambda: a.do("stat")["nat"]["reach"]["verdict"] == "public", "a is dialled back")
         assert a.do("stat")["nat"]["reach"]["observed"] == "2a01:4f8:1:2::1"

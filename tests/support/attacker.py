@@ -251,12 +251,10 @@ async def agreed(
 
 
 @contextlib.asynccontextmanager
-async def secured(
-    address: str, *, source: str | None = None, keys: KeyPair | None = None
-) -> AsyncIterator[tuple]:
+async def secured(address: str, *, source: str | None = None) -> AsyncIterator[tuple]:
     """Open a connection with TCP and Noise only. Yield (session, keys)."""
     async with agreed(address, "/noise", source=source) as raw:
-        keys = keys or create_new_key_pair(os.urandom(32))
+        keys = create_new_key_pair(os.urandom(32))
         pattern = PatternXX(
             ID.from_pubkey(keys.public_key), keys.private_key, create_noise_key().private_key
         )
@@ -265,15 +263,13 @@ async def secured(
 
 @contextlib.asynccontextmanager
 async def connect(
-    address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 60.0
+    address: str, *, source: str | None = None, seconds: float = 60.0
 ) -> AsyncIterator[Peer]:
     """Yield a connected `Peer`. seconds: limit of the handshake. On exit the socket closes without
     a goodbye."""
     async with contextlib.AsyncExitStack() as stack:
         with trio.fail_after(seconds):
-            session, keys = await stack.enter_async_context(
-                secured(address, source=source, keys=keys)
-            )
+            session, keys = await stack.enter_async_context(secured(address, source=source))
             await select(session.read, session.write, "/yamux/1.0.0")
         peer = Peer(session, keys)
         nursery = await stack.enter_async_context(trio.open_nursery())

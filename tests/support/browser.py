@@ -1,4 +1,4 @@
-"""A headless Chromium tab driven over the DevTools protocol, for tests of the status page and for
+"""The status page in a headless Chromium tab, driven over the DevTools protocol, for tests and
 screenshots."""
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import trio
 from trio_websocket import WebSocketConnection, open_websocket_url
+
+from swarmnode.config import HttpConfig
+from swarmnode.observe import http
+from swarmnode.observe.history import History
+from swarmnode.observe.snapshot import NodeSnapshot
+from tests.support.snapshots import example, example_at
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -46,7 +53,9 @@ class Tab:
         self._calls = 0
         self._loaded = False
         self.errors: list[str] = []
-        """Console errors of the page and its uncaught exceptions."""
+        """Console errors of the page, its uncaught exceptions, and what its policy blocked."""
+        self.requests: set[str] = set()
+        """Requested URLs."""
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._calls += 1
@@ -62,12 +71,14 @@ class Tab:
 
     async def _receive(self) -> dict[str, Any]:
         reply: dict[str, Any] = json.loads(await self._socket.get_message())
-        self._loaded |= reply.get("method") == "Page.loadEventFired"
-        if (
-            reply.get("method") == "Runtime.exceptionThrown"
-            or reply.get("params", {}).get("type") == "error"
+        method, params = reply.get("method"), reply.get("params", {})
+        self._loaded |= method == "Page.loadEventFired"
+        if method == "Network.requestWillBeSent":
+            self.requests.add(params["request"]["url"])
+        elif (
+            method in ("Runtime.exceptionThrown", "Log.entryAdded") or params.get("type") == "error"
         ):
-            self.errors.append(json.dumps(reply["params"]))
+            self.errors.append(json.dumps(params))
         return reply
 
     async def js(self, expression: str) -> Any:
@@ -98,8 +109,8 @@ class Tab:
                 await self._receive()
         return self
 
-    async def look(self, width: int, *, dark: bool = False) -> None:
-        """Set the viewport width in px and the colour scheme."""
+    async def look(self, width: int) -> None:
+        """Set the viewport width in px."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -107,8 +118,6 @@ class Tab:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def press(self, key: str) -> None:
         codes = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
@@ -156,7 +165,7 @@ async def chromium(directory: Path) -> AsyncIterator[Tab]:
         first = await trio.to_thread.run_sync(_first_tab, f"http://{found.group(1).decode()}/json")
         async with open_websocket_url(first, max_message_size=2**27) as socket:
             tab = Tab(socket)
-            for domain in ("Page", "Runtime"):
+            for domain in ("Page", "Runtime", "Log", "Network"):
                 await tab.call(f"{domain}.enable")
             yield tab
         nursery.cancel_scope.cancel()
@@ -175,3 +184,41 @@ def _first_tab(url: str) -> str:
         return str(
             next(tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page")
         )
+
+
+@contextlib.asynccontextmanager
+async def status_page(
+    directory: Path,
+    snapshot: Callable[[], NodeSnapshot] = example,
+    *,
+    change: Callable[[NodeSnapshot], NodeSnapshot] = lambda moment: moment,
+    history: type[History] | None = None,
+    width: int = 1280,
+    data_dir: Path | None = None,
+) -> AsyncIterator[Tab]:
+    """Yield a tab with the drawn page of a node.
+
+    Args:
+        directory: For the browser's profile.
+        change: Applied to `snapshot` and to each moment of the history.
+        history: Past of the node instead of five minutes of the example.
+    """
+
+    class Past(History):
+        def __init__(self) -> None:
+            super().__init__()
+            for second in range(300, 600):
+                self.add(change(example_at(float(second))))
+
+    serve = functools.partial(
+        http.serve_http, HttpConfig(port=0), lambda: change(snapshot()), data_dir=data_dir
+    )
+    with mock.patch.object(http, "History", history or Past):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(serve)
+            async with chromium(directory) as tab:
+                await tab.look(width)
+                await tab.open(url)
+                await tab.until("document.body.dataset.state !== 'connecting'")
+                yield tab
+            nursery.cancel_scope.cancel()

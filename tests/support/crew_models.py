@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 from swarmnode.config import Config
-from swarmnode.stages.trainer.crew_model import CrewModel, CrewTerms, crew_terms, open_model
+from swarmnode.stages.trainer.crew_model import CrewModel
 from swarmnode.stages.trainer.links import connect_all
 from swarmnode.stages.trainer.restore import StageRecovery
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import StageAveraging
 from swarmnode.stages.trainer.stage_checkpoints import recovery_settings
 from swarmnode.trainer.state import adapter_shape
-
-
-def terms_of(config: Config) -> CrewTerms:
-    return crew_terms(config)
-
-
-def opened(config: Config) -> AbstractContextManager[CrewModel]:
-    return open_model(config)
 
 
 def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:

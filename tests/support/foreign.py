@@ -11,9 +11,9 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +45,6 @@ UNREACHABLE = (
     "ERR_SOCKET_TIMEOUT",
 )
 """Messages of npm when the registry cannot be reached."""
-T = TypeVar("T")
 
 
 def install() -> None:
@@ -68,22 +67,6 @@ def install() -> None:
             )
         assert done.returncode == 0, done.stdout + done.stderr
         installed.write_text(wanted)
-
-
-def until(
-    condition: Callable[[], T],
-    what: Callable[[], object],
-    seconds: float = 30.0,
-    pause: float = 0.05,
-) -> T:
-    """Return the first true result of `condition`, polled every `pause` seconds. what: called for
-    the message of the failure."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(pause)
-    raise AssertionError(f"not within {seconds:g} s: {what()}")
 
 
 class Reset(Exception):

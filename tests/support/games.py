@@ -1,4 +1,4 @@
-"""A game of several turns for tests, in a module of its own as a user writes one."""
+"""Games of several turns for tests, each in a module of its own as a user writes one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.tasks import registry
+from swarmnode.tasks.client import Scorer
 
 GUESS = "guessing_of_mine:guess"
 TURNS = 4
@@ -36,20 +37,52 @@ def guess(seed: int, high: int = 5):
 """
 
 
+WALK = "walk_of_mine:walk"
+WALK_TURNS = 3
+WALK_SOURCE = """
+def walk(seed: int):
+    seen = []
+
+    def step(action: str):
+        seen.append(len(action))
+        return f"{sum(seen)} + {len(seen)}", seen[-1] % 7 / 18, len(seen) == 3
+
+    return "Calculate 10 + 8.", step
+"""
+
+
 @contextlib.contextmanager
-def guessing_game(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Install the game for this process and its scorers, and yield its task id.
+def _installed(
+    directory: Path, source: str, task: str, settings: dict[str, object]
+) -> Iterator[None]:
+    """Install a game for this process and its scorers."""
+    (directory / f"{task.partition(':')[0]}.py").write_text(source)
+    before = dict(registry.TASKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(directory))
+        registry.install([task], {task: settings})
+        try:
+            yield
+        finally:
+            registry._TASKS.clear()
+            registry._TASKS.update(before)
+            registry.task_version.cache_clear()
+
+
+@contextlib.contextmanager
+def guessing_game(directory: Path) -> Iterator[str]:
+    """Install the game and yield its task id.
 
     The reward of an episode is 1 for the secret, 0.25 for the action "0", and 0 after TURNS other
     actions.
     """
-    (directory / "guessing_of_mine.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(directory))
-    before = dict(registry.TASKS)
-    registry.install([GUESS], {GUESS: {"turns": TURNS, "high": HIGH}})
-    try:
+    with _installed(directory, SOURCE, GUESS, {"turns": TURNS, "high": HIGH}):
         yield GUESS
-    finally:
-        registry._TASKS.clear()
-        registry._TASKS.update(before)
-        registry.task_version.cache_clear()
+
+
+@contextlib.contextmanager
+def walking_game(directory: Path) -> Iterator[Scorer]:
+    """Install a game whose reward differs between the episodes of any policy, and yield a scorer of
+    it. An episode has three actions, and its reward depends on their lengths."""
+    with _installed(directory, WALK_SOURCE, WALK, {"turns": WALK_TURNS}), Scorer() as scorer:
+        yield scorer

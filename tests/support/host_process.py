@@ -80,19 +80,17 @@ class HostProcess:
                 return same
         return False
 
-    async def settles(self, name: str, most: int, seconds: float = 60.0) -> None:
-        """Wait until the child's statistic `name` is at most `most`. Raise trio.TooSlowError after
-        `seconds`."""
-        with trio.fail_after(seconds):
+    async def settles(self, name: str, most: int) -> None:
+        """Wait a minute at most until the child's statistic `name` is at most `most`."""
+        with trio.fail_after(60.0):
             while (await self.ask("stat"))[name] > most:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
 
-    async def rests(self, seconds: float = 0.5, within: float = 240.0) -> None:
-        """Wait until the child is idle for `seconds`, except for its timers. Raise
-        trio.TooSlowError after `within`."""
-        with trio.fail_after(within):
+    async def rests(self) -> None:
+        """Wait until the child is idle for half a second, except for its timers."""
+        with trio.fail_after(240.0):
             since, (_, before) = trio.current_time(), self._activity()
-            while trio.current_time() - since < seconds:
+            while trio.current_time() - since < 0.5:
                 await trio.sleep(0.02)
                 state, ticks = self._activity()
                 if state == "R" or ticks > before + 2:
@@ -107,9 +105,9 @@ class HostProcess:
         """Return how often `guard` fired in the child."""
         return (await self.ask("stat"))["fired"][guard]
 
-    async def dies(self, seconds: float = 60.0) -> bool:
-        """Return True if the process ends without a signal within `seconds`."""
-        with trio.move_on_after(seconds):
+    async def dies(self) -> bool:
+        """Return True if the process ends without a signal within a minute."""
+        with trio.move_on_after(60.0):
             while self.process.is_alive():  # noqa: ASYNC110 - another process
                 await trio.sleep(0.02)
             return True

@@ -16,13 +16,11 @@ from tests.support.waiting import wait_connected
 
 @contextlib.asynccontextmanager
 async def hosts(
-    directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
+    directory: Path, count: int, *, swarm: bytes = NO_SWARM, **settings: object
 ) -> AsyncIterator[list[Libp2pNetwork]]:
-    """Yield `count` connected hosts.
+    """Yield `count` connected hosts. The first is the bootstrap peer of all.
 
     Args:
-        line: Each host knows only the host before it, and the swarm ids differ,
-            so that the hosts stay a line. Otherwise the first host is the bootstrap peer of all.
         settings: Fields of NetworkConfig.
 
     Raises:
@@ -31,17 +29,15 @@ async def hosts(
     async with contextlib.AsyncExitStack() as stack:
         networks: list[Libp2pNetwork] = []
         for index in range(count):
-            known = [networks[-1 if line else 0].listen_addrs[0]] if networks else []
-            swarms = bytes([index]) * 32 if line else swarm
+            known = [networks[0].listen_addrs[0]] if networks else []
             networks.append(
                 await stack.enter_async_context(
-                    host(directory / str(index), initial_peers=known, swarm=swarms, **settings)
+                    host(directory / str(index), initial_peers=known, swarm=swarm, **settings)
                 )
             )
         with trio.fail_after(60):
-            for index, network in enumerate(networks):
-                neighbours = (index > 0) + (index < count - 1) if line else min(1, count - 1)
-                await wait_connected(network, neighbours)
+            for network in networks:
+                await wait_connected(network, min(1, count - 1))
         yield networks
 
 

@@ -167,13 +167,8 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
     "gemma3n": lambda v: Gemma3nTextConfig(
         vocab_size=v,
         vocab_size_per_layer_input=v,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=128,
         sliding_window=6,
         hidden_size_per_layer_input=8,
         altup_num_inputs=2,
@@ -181,6 +176,7 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
         activation_sparsity_pattern=[0.0, 0.0],
+        **SHAPE,
     ),
     # computes positions from the mask, and rejects a 4-D mask
     "bloom": lambda v: BloomConfig(vocab_size=v, hidden_size=32, n_layer=2, n_head=4),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +67,3 @@ class NatHost:
             return self._orders.recv()
         except EOFError:
             raise RuntimeError(f"the host ended: {self.log()[-2000:]}") from None
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    """Return the first true value of `condition()`. Raise AssertionError with `what` after
-    `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.5)
-    raise AssertionError(f"not within {seconds:g} s: {what}")

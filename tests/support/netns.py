@@ -100,25 +100,22 @@ class Topology:
         self._add(name)
         self._plug(name, address)
 
-    def move(self, name: str, outside: str, *, dark_seconds: float = 2.0) -> None:
+    def move(self, name: str, outside: str) -> None:
         """Restart the router in front of `name` with another outside address.
 
-        No packet passes for `dark_seconds`. The connection table is lost, without a notice to
+        No packet passes for two seconds. The connection table is lost, without a notice to
         either side.
         """
         router = self._routers[name]
         self._in(router, "ip addr flush dev outside", "ip link set outside down")
-        time.sleep(dark_seconds)
+        time.sleep(2.0)
         self._in(router, f"ip addr add {outside}/24 dev outside", "ip link set outside up")
 
-    def behind_nat(
-        self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False
-    ) -> None:
+    def behind_nat(self, name: str, outside: str, kind: Kind = "preserving") -> None:
         """Add a namespace `name` in a private network behind a router that masquerades as
         `outside`.
 
-        The router drops inbound packets without an outbound connection. With `resets` it answers
-        them with a TCP reset.
+        The router drops inbound packets without an outbound connection.
         """
         number = len(self._routers) + 1
         router = self._routers[name] = f"{name}r"
@@ -143,7 +140,6 @@ class Topology:
             f"ip route add default via 192.168.{number}.1",
         )
         flag = "" if kind == "preserving" else kind
-        last = "reject with tcp reset;" if resets else ""
         rules = f"""
             table ip router {{
                 chain outgoing {{ type nat hook postrouting priority 100;
@@ -152,7 +148,7 @@ class Topology:
                     iifname "inside" accept; ct state established,related accept; }};
                 chain incoming {{ type filter hook input priority 0; policy drop;
                     ct state established,related accept;
-                    meta l4proto tcp {last or "drop;"} }};
+                    meta l4proto tcp drop; }};
             }}
         """
         self._in(router, "nft -f -", data=rules)

@@ -1,7 +1,7 @@
 """The averaging of a node without a model: the real network half and the real trainer half, with a
 few random tensors as the policy.
 
-    async with averaging(network, key, directory) as node:   # network: of testing.hosts
+    async with averaging(network, directory) as node:        # network: of testing.hosts
         node.due()                                           # as after H steps
         await until(lambda: node.outcome("applied"))
 
@@ -15,14 +15,14 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.network import Libp2pNetwork
@@ -78,10 +78,6 @@ class OptionalProbe(LossProbe):
         return True
 
 
-def tensors_of(model: torch.nn.Module, cfg: WeightsConfig) -> AveragedTensors:
-    return AveragedTensors(dict(model.named_parameters()), cfg.fragments, threading.Lock())
-
-
 def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> LossProbe:
     """Return a probe with `judge` in place of a policy's log-probabilities. Without remembered rows
     every average passes."""
@@ -90,13 +86,62 @@ def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> 
     )
 
 
-class Node:
+class TrainerHalf:
+    """The trainer's half of a node's averaging. The test takes its steps.
+
+    Args:
+        parameters: Of a policy, or of a stage of one with `layers` layers.
+        probe: Made of the tensors.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        cfg: WeightsConfig,
+        directory: Path,
+        probe: Callable[[AveragedTensors], Any],
+        send: Callable[[local.FromTrainer], None],
+        *,
+        seed: int = 0,
+        step: int = 1,
+        layers: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.parameters = parameters
+        self.counters = Counters(step=step)
+        self.tensors = AveragedTensors(parameters, cfg.fragments, threading.Lock(), layers)
+        self.probe = probe(self.tensors)
+        self.replica = Replica(
+            self.tensors, cfg, self.counters, directory, send=send, probe=self.probe, **options
+        )
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def step(self, size: float = 0.01, seed: int | None = None) -> None:
+        """Take an optimizer step. seed: of this step alone."""
+        generator = self._generator if seed is None else torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+        self.counters.step += 1
+
+    def weights(self) -> Tensors:
+        return {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    def phi(self) -> Tensors:
+        """Return the slow weights."""
+        return {
+            n.removeprefix("phi."): t
+            for n, t in self.replica.tensors().items()
+            if n.startswith("phi.")
+        }
+
+
+class Node(TrainerHalf):
     """The averaging of one node. hold: kinds of messages that the trainer handles late."""
 
     def __init__(
         self,
         network: Libp2pNetwork,
-        key: Ed25519PrivateKey,
         directory: Path,
         cfg: WeightsConfig,
         seed: int,
@@ -104,11 +149,9 @@ class Node:
         known: KnownPeers,
     ) -> None:
         self.network = network
-        self.model = Tiny()
-        self.counters = Counters(step=0 if fresh else 1)
-        self.judge = Judge(self.model)
+        model = Tiny()
+        self.judge = Judge(model)
         self.hold: set[type] = set()
-        self.may_average = True
         self.to_trainer: list[local.ToTrainer] = []
         self.from_trainer: list[local.FromTrainer] = []
         self.service = WeightService(
@@ -118,26 +161,23 @@ class Node:
             known,
             directory,
             self._send_to_trainer,
-            may_average=lambda: self.may_average,
         )
-        self._generator = torch.Generator().manual_seed(seed)
         self._token = trio.lowlevel.current_trio_token()
-        self.tensors = tensors_of(self.model, cfg)
-        self.probe = probe_of(self.model, self.judge, self.tensors)
-        self.replica = Replica(
-            self.tensors, cfg, self.counters, directory, send=self._send, probe=self.probe
+        probe = partial(probe_of, model, self.judge)
+        super().__init__(
+            dict(model.named_parameters()),
+            cfg,
+            directory,
+            probe,
+            self._send,
+            seed=seed,
+            step=int(not fresh),
         )
         self.fresh = fresh
 
     def connect(self) -> None:
         """Send the trainer's Hello."""
         self.service.set_policy(self.replica.facts(self.fresh), BASE, TOKENIZER)
-
-    def step(self, size: float = 0.01) -> None:
-        """Take an optimizer step."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
 
     def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
         outer_step, blocks = self.replica.outer_steps()[fragment], self.blocks()
@@ -150,17 +190,6 @@ class Node:
 
     def blocks(self) -> bytes:
         return self.replica.facts(self.fresh).blocks()
-
-    def weights(self) -> Tensors:
-        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
-
-    def phi(self) -> Tensors:
-        """Return the slow weights."""
-        return {
-            n.removeprefix("phi."): t
-            for n, t in self.replica.tensors().items()
-            if n.startswith("phi.")
-        }
 
     def outcome(self, name: str) -> int:
         return self.service.statistics().outcomes[name]
@@ -191,18 +220,15 @@ class Node:
 @contextlib.asynccontextmanager
 async def averaging(
     network: Libp2pNetwork,
-    key: Ed25519PrivateKey,
     directory: Path,
     *,
     cfg: WeightsConfig = CONFIG,
     seed: int = 0,
     fresh: bool = False,
     known: KnownPeers = KnownPeers(everyone=True),  # noqa: B008
-    prepare: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[Node]:
     """Yield a running node with its trainer connected."""
-    node = Node(network, key, directory, cfg, seed, fresh, known)
-    prepare(node)
+    node = Node(network, directory, cfg, seed, fresh, known)
     async with trio.open_nursery() as nursery:
         await nursery.start(node.service.run)
         nursery.start_soon(node.run)

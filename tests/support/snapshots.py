@@ -234,6 +234,12 @@ def example_at(t: float) -> NodeSnapshot:
         recoveries=recoveries.statistics(),
         sources={"neighbour": 1},
     )
+    warning = LogLine(
+        STARTED_AT + t - 14,
+        "warning",
+        "swarmnode.rollouts.network.exchange",
+        f"rejected peer={PEERS[2][:16]} reason=seed",
+    )
     return NodeSnapshot(
         at=STARTED_AT + t,
         node=NodeInfo(
@@ -372,12 +378,7 @@ def example_at(t: float) -> NodeSnapshot:
                 "swarmnode.p2p.connection_manager",
                 f"connected to {PEERS[0][:16]}",
             ),
-            LogLine(
-                STARTED_AT + t - 14,
-                "warning",
-                "swarmnode.rollouts.network.exchange",
-                f"rejected peer={PEERS[2][:16]} reason=seed",
-            ),
+            warning,
             LogLine(
                 STARTED_AT + t - 2,
                 "info",
@@ -385,14 +386,7 @@ def example_at(t: float) -> NodeSnapshot:
                 f"step finished step={steps} reward_own={report.reward_own:.3f}",
             ),
         ],
-        warnings=[
-            LogLine(
-                STARTED_AT + t - 14,
-                "warning",
-                "swarmnode.rollouts.network.exchange",
-                f"rejected peer={PEERS[2][:16]} reason=seed",
-            )
-        ],
+        warnings=[warning],
     )
 
 

@@ -3,13 +3,10 @@ Discovery over a network without bytes and with a trainer without weights.
 
     async with swarm({"a": Party, "b": Party}) as parties:
         parties["a"].due()
-
-`python -m tests.support.swaps` measures the swaps of honest nodes among hostile nodes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 from collections import Counter
@@ -20,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import trio
-import trio.testing
 
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.swarm.known import KnownPeers
@@ -39,7 +35,6 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
-from swarmnode.weights.network import swaps as product
 from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.network.payload_store import PayloadOffer
 from swarmnode.weights.network.swaps import FAILURES, OUTCOMES, SwapService
@@ -256,7 +251,7 @@ class Hostile:
         hub: Hub,
         name: str,
         parties: Mapping[str, Any],
-        every: int,
+        _every: int,
         ways: Iterable[str] = ("well",),
         proposes_every: float = 0.0,
     ) -> None:
@@ -344,7 +339,6 @@ async def averaged(
     honest: int,
     ways: Sequence[str] = (),
     count: int = 4,
-    seed: int = 0,
     intervals: int = 10,
     apart: bool = True,
 ) -> list[float]:
@@ -361,7 +355,7 @@ async def averaged(
     if ways:
         liar = partial(Hostile, ways=ways, proposes_every=2.0)
         kinds |= {f"hostile{n}": liar for n in range(count)}
-    async with swarm(kinds, seed=seed) as parties, trio.open_nursery() as nursery:
+    async with swarm(kinds) as parties, trio.open_nursery() as nursery:
         nodes = [party for party in parties.values() if isinstance(party, Party)]
 
         async def train(node: Party, offset: float) -> None:
@@ -384,38 +378,3 @@ async def averaged(
     by = lambda kind: sum(n for node in nodes for peer, n in node.applied.items() if kind in peer)
     totals = by("honest"), by("hostile"), sum(map(solo_steps, nodes))
     return [total / honest / intervals for total in totals]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.swaps", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--flat", action="store_true", help="a share per peer that ignores the other candidates"
-    )
-    options = parser.parse_args()
-    if options.flat:
-        product.SwapService._rests = (  # type: ignore[method-assign]
-            lambda self, peer, now: (
-                now < self._known(peer).swapped_at + product.PEER_GAPS * self._gap
-            )
-        )
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("2 honest", {"honest": 2}),
-        ("12 honest", {"honest": 12}),
-        ("24 honest", {"honest": 24}),
-        ("24 honest, in step", {"honest": 24, "apart": False}),
-        *(
-            (f"12 honest, 4 hostile: {' and '.join(ways)}", {"honest": 12, "ways": ways})
-            for ways in (["well"], ["silent"], ["denies"], ["trickles"], ["well", "trickles"])
-        ),
-    ]
-    print("swaps of one honest node per interval with honest peers, with hostile peers; solo steps")
-    for name, case in cases:
-        for seed in range(options.seeds):
-            clock = trio.testing.MockClock(autojump_threshold=0)
-            totals = trio.run(partial(averaged, seed=seed, **case), clock=clock)
-            print(f"{name:45} seed {seed}", *(f"{total:.2f}" for total in totals), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,12 @@ advance."""
 
 from __future__ import annotations
 
+import json
+import socket
+import time
+import urllib.request
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -38,3 +42,50 @@ async def wait_connected(network: Connections, count: int = 1) -> None:
     """Return once `network` has `count` connected peers. Has no deadline."""
     while len(network.connected()) < count:
         await network.changed()
+
+
+def wait_for(
+    condition: Callable[[], T | None],
+    what: str | Callable[[], object] = "it happens",
+    seconds: float = 240.0,
+    pause: float = 0.1,
+) -> T:
+    """Return the first true value of `condition()`, which may raise OSError. Outside of trio.
+
+    Raises:
+        AssertionError: With `what`, or the result of calling it, after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if result := condition():
+                return result
+        except OSError:  # a node does not answer
+            pass
+        time.sleep(pause)
+    raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
+
+
+class HasPage(Protocol):
+    url: str
+
+
+def status(node: HasPage) -> dict[str, Any]:
+    """Return the snapshot of a node's status page. Raise OSError while it does not answer."""
+    with urllib.request.urlopen(f"{node.url}/status?points=1", timeout=5) as answer:
+        found: dict[str, Any] = json.load(answer)["snapshot"]
+        return found
+
+
+def snapshot(node: HasPage) -> dict[str, Any] | None:
+    """Return the snapshot of a node's status page, or None while it does not answer."""
+    try:
+        return status(node)
+    except (OSError, ValueError):
+        return None
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])

@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import yaml
 
 from tests.support.chaos.nodes import swarm_of, until
 from tests.support.chaos.schedule import START_SECONDS, report_of
+from tests.support.waiting import free_port
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
@@ -38,12 +38,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "http": {"port": 0},
 }
 """The embedded model with its own tasks, which it learns."""
-
-
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
 
 
 @contextlib.contextmanager

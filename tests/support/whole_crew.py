@@ -3,21 +3,19 @@ and trainer."""
 
 from __future__ import annotations
 
-import json
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.stages.trainer.stage_checkpoints import CHECKPOINTS, find_checkpoints
 from tests.support.forked_node import runs
+from tests.support.waiting import snapshot, wait_for
 
-T = TypeVar("T")
 PATIENCE = 120.0
 """Timeout in seconds on a busy machine."""
 STAGES = 4
@@ -42,29 +40,6 @@ def whole_settings(
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}
     return settings
-
-
-def until(
-    condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE
-) -> T:
-    """Return the first true value of `condition()`. Raise AssertionError with `what()` after
-    `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.3)
-    raise AssertionError(f"not within {seconds} s: {what()}")
-
-
-def snapshot(node: DemoNode) -> dict[str, Any] | None:
-    """Return the snapshot of the node's status page, or None while it does not answer."""
-    try:
-        with urllib.request.urlopen(node.url + "/status?points=1", timeout=5) as answer:
-            found: dict[str, Any] = json.loads(answer.read())["snapshot"]
-            return found
-    except (OSError, ValueError):
-        return None
 
 
 def stage_view(node_snapshot: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,10 +85,10 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
     return first
 
 
-def checkpoint_steps(nodes: Sequence[DemoNode], own: bool = True) -> list[int]:
-    """Return the committed steps of the checkpoints on these nodes' disks."""
+def checkpoint_steps(nodes: Sequence[DemoNode]) -> list[int]:
+    """Return the committed steps of the nodes' own checkpoints on their disks."""
     found = [find_checkpoints(node.directory / "trainer" / CHECKPOINTS) for node in nodes]
-    return [about.step for abouts in found for about in abouts if about.own or not own]
+    return [about.step for abouts in found for about in abouts if about.own]
 
 
 def stop(nodes: Sequence[DemoNode]) -> None:
@@ -155,7 +130,7 @@ class WholeCrew:
     def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
         """Call `kill` with the holders of a running crew. Return the crew before, and the crew one
         step later."""
-        before = until(lambda: self.at(0), self.story)
+        before = wait_for(lambda: self.at(0), self.story, PATIENCE)
         step, crew = max(v["step"] for _, v in before.values()), before[0][1]["id"]
         kill({stage: node for stage, (node, _) in before.items()})
-        return before, until(lambda: self.at(step + 1, crew), self.story)
+        return before, wait_for(lambda: self.at(step + 1, crew), self.story, PATIENCE)

@@ -171,6 +171,3 @@ async def test_resumes_a_broken_transfer_from_another_peer(tmp_path):
         await fetch(client, other, sink)
         assert sink.complete
         assert client.bulk.statistics().received_bytes - before == 5 * CHUNK
-
-
-# -- flooding peers

@@ -8,16 +8,15 @@ import pytest
 
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.forked_node import ForkedNode
+from tests.support.waiting import snapshot, wait_for
 from tests.support.whole_crew import (
     PATIENCE,
     WholeCrew,
     child_of,
     kill_trainers,
-    snapshot,
     start,
     stop,
     trainer_of,
-    until,
     whole_settings,
 )
 
@@ -45,14 +44,14 @@ def crew(tmp_path_factory, model):
     )
     try:
         made.address = start(made.nodes)
-        until(lambda: made.at(6), made.story)
+        wait_for(lambda: made.at(6), made.story)
         yield made
     finally:
         stop(made.nodes)
 
 
 def test_crew_trains_and_only_the_head_publishes(crew):
-    seen = until(lambda: crew.at(6), crew.story)
+    seen = wait_for(lambda: crew.at(6), crew.story)
     whole = {stage: snapshot(node) for stage, (node, _) in seen.items()}
     assert whole[0]["rollouts"]["published"] > 0
     assert whole[0]["trainer"]["report"]["step"] >= 6
@@ -102,7 +101,9 @@ def test_spare_replaces_a_lost_node(crew, model, tmp_path):
     crew.nodes.append(spare)
     spare.start(crew.address)
     spare.wait_for_address(time.monotonic() + PATIENCE)
-    until(lambda: (s := snapshot(crew.seen()[0][0])) and s["stages"]["crew"]["offers"], crew.story)
+    wait_for(
+        lambda: (s := snapshot(crew.seen()[0][0])) and s["stages"]["crew"]["offers"], crew.story
+    )
 
     def kill(nodes):
         nodes[1].kill()

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 
 from tests.support.netns import Topology, missing
 from tests.support.terminal import typed
+from tests.support.waiting import free_port
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -115,12 +115,6 @@ def files(part):
     text = text_of(part)
     named = re.findall(r"`([\w/.-]+)`:\n\n```\w+\n(.*?)^```", text, re.S | re.M)
     return named + re.findall(r"^```toml\n# (\w+\.toml)[^\n]*\n(.*?)^```", text, re.S | re.M)
-
-
-def free_port():
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
 
 
 class Machine:

@@ -1,7 +1,6 @@
 """`init`, `join` and `bootstrap` as an operator uses them: real processes, one invite, one
 swarm."""
 
-import contextlib
 import io
 import json
 import os
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +21,7 @@ from swarmnode.swarm import membership
 from swarmnode.swarm.manifest_store import ManifestStore
 from tests.support.manifests import founded
 from tests.support.terminal import typed
+from tests.support.waiting import status, wait_for
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
@@ -33,21 +32,6 @@ FAST = {
     "task": {"names": ["builtin/copy", "builtin/sum"]},
     "http": {"port": 0},
 }
-
-
-def until(condition, what, seconds=240.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if result := condition():
-                return result
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s: {what}")
-
-
-def status(node):
-    with urllib.request.urlopen(f"{node.url}/status?points=1", timeout=5) as answer:
-        return json.load(answer)["snapshot"]
 
 
 @pytest.fixture
@@ -70,13 +54,13 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         bootstrap = ["-m", "swarmnode", "bootstrap", invite, "--config", str(d.config_file)]
         d.launch(*bootstrap)
         d.wait_for_address(time.monotonic() + 180)
-        until(lambda: status(d)["network"]["peers"]["connected"], d.last_log_line())
+        wait_for(lambda: status(d)["network"]["peers"]["connected"], d.last_log_line())
         node_status = status(d)["node"]
         assert node_status["swarm"] == invite.rpartition("/")[2]
         assert node_status["swarm_name"] == "trial"
         assert node_status["trainer"] is False  # a bootstrap node needs none
         assert set(status(d)["processes"]) == {"network"}
-        until(
+        wait_for(
             lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]},
             f"it shows the swarm: {d.last_log_line()}",
         )

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from swarmnode.demo.nodes import DemoNode
+from tests.support.waiting import status, wait_for
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
@@ -23,26 +24,9 @@ FAST = {
 }
 
 
-def until(condition, what, seconds=240.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        result = condition()
-        if result:
-            return result
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s: {what}")
-
-
 def get(node, path):
     with urllib.request.urlopen(node.url + path, timeout=5) as answer:
         return answer.read().decode()
-
-
-def status(node):
-    try:
-        return json.loads(get(node, "/status?points=1"))["snapshot"]
-    except OSError:
-        return None
 
 
 def trained_on_peers(node):
@@ -71,7 +55,7 @@ def swarm(tmp_path_factory):
         nodes[0].start([])
         nodes[1].start(nodes[0].wait_for_address(time.monotonic() + 240))
         for node in nodes:
-            until(
+            wait_for(
                 lambda node=node: trained_on_peers(node),
                 f"{node.name} trains on its peer's groups: {node.last_log_line()}",
             )
@@ -130,16 +114,16 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
         and s
     )
     assert run_command(node, "pause").returncode == 0
-    before = until(resting, "the trainer rests")
+    before = wait_for(resting, "the trainer rests")
     child(node, "swarmnode.trainer").kill()
-    until(
+    wait_for(
         lambda: (
             status(node)["supervisor"]["restarts"]["trainer"]
             > before["supervisor"]["restarts"]["trainer"]
         ),
         "it was killed",
     )
-    again = until(resting, "the next trainer rests too")
+    again = wait_for(resting, "the next trainer rests too")
     assert again["trainer"]["report"]["step"] <= before["trainer"]["report"]["step"]
     status_command = [sys.executable, "-m", "swarmnode", "status", "--url", node.url]
     shown = subprocess.run(status_command, capture_output=True, text=True, timeout=240, check=False)
@@ -147,7 +131,7 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     assert 'swarmnode_budget_paused{reason="owner"} 1.0' in get(node, "/metrics")
     assert again["network"]["peers"]["connected"] == 1, "it stays connected"
     assert run_command(node, "resume").returncode == 0
-    until(
+    wait_for(
         lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"],
         "the node continues",
     )
@@ -169,7 +153,7 @@ def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
     assert node.exit_code() == 0
     assert time.monotonic() - start < 25
     node.start([])  # its peer book has the other node
-    after = until(
+    after = wait_for(
         lambda: (
             (s := status(node))
             and s["trainer"]["report"]
@@ -186,7 +170,7 @@ def test_a_signal_ends_the_node_after_its_step(swarm):
     node = swarm[1]
     before = status(node)["trainer"]["report"]["step"]
     node.stop()
-    until(lambda: not node.alive(), "it has ended", 60.0)
+    wait_for(lambda: not node.alive(), "it has ended", 60.0)
     assert node.exit_code() == 0
     states = run_command(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
     assert json.loads(states.stdout)["states"][0]["step"] >= before

@@ -13,7 +13,8 @@ import pytest
 from swarmnode import cli
 from tests.support.chaos.nodes import INSIDE, changed_environment
 from tests.support.forked_node import ForkedNode, runs
-from tests.swarm.test_join import FAST, status, until
+from tests.support.waiting import status, wait_for
+from tests.swarm.test_join import FAST
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
@@ -75,12 +76,12 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
             node.start(address)
         for node in nodes:
             node.wait_for_address(time.monotonic() + 180)
-            until(lambda node=node: steps(node) > 3, f"it trains: {node.last_log_line()}")
+            wait_for(lambda node=node: steps(node) > 3, f"it trains: {node.last_log_line()}")
         before = {node.name: steps(node) for node in nodes}
 
         directory = ("-d", str(founder.directory))
         command("init", "--successor", "--yes", "--set", "training.temperature=0.8", *directory)
-        until(
+        wait_for(
             lambda: status(founder)["node"]["swarm"] not in invite,
             f"the founder moves: {founder.last_log_line()}",
         )
@@ -88,14 +89,14 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
         for node in (asks, follows):  # a new process asks its peers at once, not in ten minutes
             network_process(node).kill()
         for node in (founder, follows):
-            until(
+            wait_for(
                 lambda node=node: has_moved(node, swarm),
                 f"{node.name} trains with the successor: {node.last_log_line()}",
             )
-        until(lambda: status(asks)["successor"]["waiting"], "the other member is asked")
+        wait_for(lambda: status(asks)["successor"]["waiting"], "the other member is asked")
         assert status(asks)["node"]["swarm"] in invite
         command("manifest", "follow", "-d", str(asks.directory))
-        until(
+        wait_for(
             lambda: has_moved(asks, swarm), f"b trains with the successor: {asks.last_log_line()}"
         )
         for node in nodes:
@@ -119,14 +120,14 @@ def test_network_process_above_its_memory_limit_is_restarted(tmp_path):
         with changed_environment(PYTHONPATH=f"{INSIDE}:{os.getcwd()}", GROW_FILE=str(grow)):
             node.start([])
         node.wait_for_address(time.monotonic() + 180)
-        until(lambda: steps(node) > 1, f"it trains: {node.last_log_line()}")
+        wait_for(lambda: steps(node) > 1, f"it trains: {node.last_log_line()}")
         grow.touch()
-        until(
+        wait_for(
             lambda: status(node)["supervisor"]["restarts"]["network"] == 1,
             f"the network process restarts: {node.last_log_line()}",
         )
         step = steps(node)
-        until(lambda: steps(node) > step, f"it trains: {node.last_log_line()}")
+        wait_for(lambda: steps(node) > step, f"it trains: {node.last_log_line()}")
         assert status(node)["supervisor"]["restarts"]["trainer"] == 0
         log = (node.directory / "log" / "network.jsonl").read_text()
         assert "the network process uses 1" in log

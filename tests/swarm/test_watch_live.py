@@ -2,12 +2,9 @@
 returns data."""
 
 import contextlib
-import functools
 import json
 import re
 import shutil
-import subprocess
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -15,20 +12,19 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import trio
 import yaml
+from prometheus_client import start_http_server
 
-from swarmnode.config import HttpConfig
-from swarmnode.observe.http import serve_http
+from swarmnode.observe.collector import make_registry
 from tests.support.forked_node import ForkedNode
 from tests.support.snapshots import example_at
+from tests.support.watch import server
 
-PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -113,64 +109,20 @@ def watching(directory, targets):
     del config["alerting"]  # no alert manager runs
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    log_path = directory / "prometheus.log"
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(
-            [
-                PROMETHEUS,
-                f"--config.file={path}",
-                f"--storage.tsdb.path={directory / 'data'}",
-                "--web.listen-address=127.0.0.1:0",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            late = time.monotonic() + 120
-            while not (
-                listens := re.search(r'"Listening on".* address=(\S+)', log_path.read_text())
-            ):
-                assert time.monotonic() < late, log_path.read_text()
-                time.sleep(0.1)
-            yield f"http://{listens[1]}"
-        finally:
-            process.terminate()
-            process.wait(20)
+    arguments = [f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}"]
+    with server("prometheus", arguments, directory) as url:
+        yield url
 
 
 @contextlib.contextmanager
 def member_of_a_crew():
     """Yield the address of a simulated node with a stage. A real crew would need minutes to produce
     its series."""
-    stop, begun, where = [], threading.Event(), []
     at = time.monotonic() - 300
-
-    async def serve():
-        async with trio.open_nursery() as nursery:
-            snapshot = lambda: example_at(min(600.0, time.monotonic() - at))
-            where.append(
-                await nursery.start(
-                    lambda task_status: serve_http(
-                        HttpConfig(port=0), snapshot, task_status=task_status
-                    )
-                )
-            )
-            stop.append(
-                functools.partial(
-                    trio.lowlevel.current_trio_token().run_sync_soon, nursery.cancel_scope.cancel
-                )
-            )
-            begun.set()
-
-    thread = threading.Thread(target=trio.run, args=(serve,))
-    thread.start()
-    assert begun.wait(120)
-    try:
-        yield where[0].removeprefix("http://")
-    finally:
-        stop[0]()
-        thread.join()
+    registry = make_registry(lambda: example_at(min(600.0, time.monotonic() - at)))
+    node, _ = start_http_server(0, "127.0.0.1", registry)
+    yield f"127.0.0.1:{node.server_port}"
+    node.shutdown()
 
 
 @pytest.fixture(scope="module")

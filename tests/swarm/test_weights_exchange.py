@@ -9,14 +9,13 @@ import torch
 import trio
 
 from swarmnode.config import WeightsConfig
-from swarmnode.p2p import identity
 from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
 from swarmnode.weights.network import discovery, swaps
 from swarmnode.wire import ids
 from tests.support.hosts import hosts
-from tests.support.replica import BASE, SWARM, TOKENIZER, Node, averaging, identical
+from tests.support.replica import BASE, SWARM, TOKENIZER, averaging, identical
 from tests.support.waiting import until, wait_connected
 
 pytestmark = pytest.mark.swarm
@@ -29,24 +28,31 @@ def quick(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def nodes(directory, count, **options):
-    """Yield `count` planes that know each other. Each has moved its weights by own steps."""
+async def connected(directory, count):
+    """Yield a function that starts the averaging of one of `count` connected hosts."""
     async with (
         hosts(directory, count, swarm=SWARM) as networks,
         contextlib.AsyncExitStack() as stack,
     ):
-        made: list[Node] = []
-        for number, network in enumerate(networks):
-            await wait_connected(network, count - 1)
-            path = directory / str(number)
-            key = identity.load_or_create(path / "identity.key").private_key
-            node = await stack.enter_async_context(
-                averaging(network, key, path, seed=number, **options)
-            )
-            node.step()
-            made.append(node)
-        await until(lambda: all(node.candidates() == count - 1 for node in made))
-        yield made
+        with trio.fail_after(60):
+            for network in networks:
+                await wait_connected(network, count - 1)
+
+        async def start(number, outer_step=None, **options):
+            """Start a node that has moved its weights by an own step, unless it is fresh. With an
+            outer step, the moved weights are φ too."""
+            path, options = directory / str(number), {"seed": number, **options}
+            node = await stack.enter_async_context(averaging(networks[number], path, **options))
+            if not node.fresh:
+                node.step()
+            if outer_step is not None:
+                node.replica.receive(local.SoloStep(0, node.blocks()))
+                await until(lambda: node.counters.solo_steps_total)
+                node.counters.outer_clocks = [outer_step] * 2
+                node.connect()
+            return node
+
+        yield networks, start
 
 
 def rounded(tensors):
@@ -55,7 +61,9 @@ def rounded(tensors):
 
 
 async def test_starts_no_exchange_while_saving_a_state(tmp_path):
-    async with nodes(tmp_path, 2) as (a, b):
+    async with connected(tmp_path, 2) as (_, start):
+        a, b = await start(0), await start(1)
+        await until(lambda: a.candidates() == b.candidates() == 1)
         b.hold = {local.WriteState}
         ask = encode_message(
             StateRequest(a.replica.facts(False).state_fingerprint(SWARM, BASE, TOKENIZER))
@@ -75,32 +83,12 @@ async def test_starts_no_exchange_while_saving_a_state(tmp_path):
 
 
 async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
-    async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        with trio.fail_after(60):
-            for network in networks:
-                await wait_connected(network, 3)
-        keys = [
-            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
-            for n in range(4)
-        ]
-        old = []
-        for number in range(3):
-            node = await stack.enter_async_context(
-                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
-            )
-            node.step()
-            old.append(node)
-            node.replica.receive(local.SoloStep(0, node.blocks()))  # φ is its own now
-        await until(lambda: all(node.counters.solo_steps_total for node in old))
+    async with connected(tmp_path, 4) as (networks, start):
         # The third is a stranger with a false outer step.
-        for clock, node in zip((30, 31, 900), old, strict=True):
-            node.counters.outer_clocks = [clock] * 2
-            node.connect()
+        old = [await start(number, outer_step) for number, outer_step in enumerate((30, 31, 900))]
         await until(lambda: all(node.candidates() == 2 for node in old))
         known = KnownPeers(frozenset(network.peer_id for network in networks[:2]))
-        new = await stack.enter_async_context(
-            averaging(networks[3], keys[3], tmp_path / "3", fresh=True, known=known)
-        )
+        new = await start(3, fresh=True, known=known)
         await until(lambda: new.replica.wait_for_state(0))
         assert identical(new.weights(), rounded(old[1].phi()))
         assert identical(new.phi(), new.weights())
@@ -117,25 +105,12 @@ async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
 
 
 async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
-    async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        with trio.fail_after(60):
-            for network in networks:
-                await wait_connected(network, 3)
-        keys = [
-            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
-            for n in range(4)
-        ]
+    async with connected(tmp_path, 4) as (_, start):
         for number in range(3):
-            node = await stack.enter_async_context(
-                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
-            )
-            node.counters.outer_clocks = [30] * 2
-            node.connect()
+            node = await start(number, 30)
         # The last one: its answer may take half a minute, and a joining node does not wait for it.
         node.hold = {local.WriteState}
-        new = await stack.enter_async_context(
-            averaging(networks[3], keys[3], tmp_path / "3", fresh=True)
-        )
+        new = await start(3, fresh=True)
         await until(lambda: any(new.counters.outer_clocks), seconds=local.JOIN_SECONDS)
 
 
@@ -145,28 +120,10 @@ OPEN = WeightsConfig(fragments=1, partners="anyone")
 
 @pytest.mark.parametrize("names_it", [False, True])
 async def test_a_new_node_takes_the_state_of_a_known_peer_only(names_it, tmp_path):
-    async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        keys = [
-            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
-            for n in range(3)
-        ]
-        for number, clock in enumerate((30, 900)):  # the stranger is further ahead
-            node = await stack.enter_async_context(
-                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
-            )
-            node.step()
-            node.replica.receive(local.SoloStep(0, node.blocks()))  # φ is its own now
-            await until(partial(getattr, node.counters, "solo_steps_total"))
-            node.counters.outer_clocks = [clock] * 2
-            node.connect()
-            if number == 0:
-                old = node
-        with trio.fail_after(60):
-            await wait_connected(networks[2], 2)
+    async with connected(tmp_path, 3) as (networks, start):
+        old, _ = await start(0, 30), await start(1, 900)  # the stranger is further ahead
         known = KnownPeers(frozenset({networks[0].peer_id} if names_it else ()))
-        new = await stack.enter_async_context(
-            averaging(networks[2], keys[2], tmp_path / "2", cfg=OPEN, fresh=True, known=known)
-        )
+        new = await start(2, cfg=OPEN, fresh=True, known=known)
         before = new.weights()
         await until(lambda: new.replica.wait_for_state(0))
         assert identical(new.weights(), rounded(old.phi()) if names_it else before)

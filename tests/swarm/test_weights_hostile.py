@@ -8,15 +8,13 @@ import pytest
 import trio
 
 from swarmnode.demo.liar.weights import PAYLOAD_ATTACKS, PROTOCOL_ATTACKS, WeightLiar
-from swarmnode.p2p import identity
 from swarmnode.policy.ways import Row
 from swarmnode.weights import local
-from swarmnode.weights.fragments import pack
-from swarmnode.weights.messages import Accepted, Here, Refused, Swap
+from swarmnode.weights.messages import Accepted, Refused
 from swarmnode.weights.network import discovery, swaps
 from swarmnode.weights.trainer import gate
 from tests.support.hosts import hosts
-from tests.support.replica import CONFIG, SWARM, averaging, identical
+from tests.support.replica import SWARM, averaging, identical
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
@@ -58,17 +56,16 @@ def quick(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
+async def victim_and_liar(directory, *kinds):
     """Yield a victim and a hostile node, which knows the victim's policy and is its only
     candidate."""
     async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
-        key = identity.load_or_create(directory / "0" / "identity.key").private_key
-        async with averaging(one, key, directory / "0", cfg=cfg) as victim:
+        async with averaging(one, directory / "0") as victim:
             victim.probe.remember([Row([1], [2])], [])
             victim.step(0.05)
             victim.replica.receive(local.SoloStep(0, victim.blocks()))
             await until(lambda: victim.counters.solo_steps_total == 1)
-            liar = WeightLiar(other, kinds, **options)
+            liar = WeightLiar(other, kinds)
             await nursery.start(liar.run)
             await liar.learn(one.peer_id)
             victim.step(0.05)
@@ -112,15 +109,3 @@ async def test_replayed_proposal_opens_no_session(tmp_path):
         again = await liar.propose(victim.network.peer_id, name=name)
         assert again == Refused(name, "over")
         assert victim.outcome("applied") == 1
-
-
-async def test_other_policy_is_refused_without_blame(tmp_path):
-    async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        name = b"n" * 16
-        foreign = Swap(name, bytes(32), 1023, 0, victim.blocks())
-        assert await liar.ask(victim.network.peer_id, foreign) == Refused(name, "other_policy")
-        elsewhere = Swap(name, victim.fingerprint(), 0, 0, pack({0, 1, 500}))
-        assert await liar.ask(victim.network.peer_id, elsewhere) == Refused(name, "other_policy")
-        await liar.ask(victim.network.peer_id, Here(victim.fingerprint(), 0, elsewhere.blocks))
-        assert victim.candidates() == 0
-        assert score(victim, peer) >= 0

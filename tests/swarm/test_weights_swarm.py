@@ -3,7 +3,6 @@ fourth sends hostile weights."""
 
 import json
 import shutil
-import socket
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from swarmnode.demo.nodes import Liar
 from swarmnode.demo.verdict import ACCEPTED_OUTCOMES
 from swarmnode.p2p import identity
 from tests.support.forked_node import ForkedNode
+from tests.support.waiting import free_port, wait_for
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -36,26 +36,18 @@ def settings(number, port=0, known=()):
     }
 
 
-def until(nodes, condition, what, seconds=240.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def until(nodes, condition, what):
+    def holds():
         for node in nodes:
             node.poll()
-        if condition():
-            return
-        time.sleep(1.0)
-    raise AssertionError(f"not within {seconds} s: {what}: {[node.status for node in nodes]}")
+        return condition()
+
+    wait_for(holds, lambda: (what, [node.status for node in nodes]), pause=1.0)
 
 
 def peer_of(directory):
     directory.mkdir(mode=0o700, exist_ok=True)
     return identity.load_or_create(directory / "identity.key").peer_id
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def adoptions(node):

@@ -64,7 +64,7 @@ def kill(name: str) -> Act:
 
 def stop(name: str, shortest: float = 1.0, longest: float = 4.0) -> Act:
     def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-        stopped(found(node, name), rng.uniform(shortest, longest))
+        stopped([found(node, name)], rng.uniform(shortest, longest))
 
     return act
 
@@ -177,7 +177,7 @@ def caches_lost(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
     for path in node.data.iterdir():
         if path.name not in ("identity.key", "port", "trainer", "demo.toml", "format"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    node.start([other.wire for other in swarm.nodes if other is not node])
+    swarm.start(node)
 
 
 def with_cables(swarm: ChaosSwarm, do: Callable, rng: random.Random) -> None:

@@ -7,12 +7,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import psutil
 from swarmnode.p2p import identity
 from tests.support.cable import Cable
 from tests.support.forked_node import INSIDE, ForkedNode, runs
+from tests.support.waiting import free_port, snapshot
 
 SUPERVISOR, NETWORK, TRAINER, SCORER = (
     "supervisor",
@@ -62,12 +61,8 @@ class ChaosNode(ForkedNode):
                 check=True,
             )
             assert os.path.ismount(self.data)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.cable = Cable(self.port)
-        self.peer = identity.load_or_create(self.data / "identity.key").peer_id
-        self.wire = f"/ip4/127.0.0.1/tcp/{self.cable.port}/p2p/{self.peer}"
         network = {
             "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"],
             "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
@@ -101,13 +96,18 @@ class ChaosNode(ForkedNode):
         except (OSError, ValueError):
             return None
 
+    @property
+    def peer(self) -> str:
+        return identity.load_or_create(self.data / "identity.key").peer_id
+
+    @property
+    def wire(self) -> str:
+        """Return the address at which the others connect."""
+        return f"/ip4/127.0.0.1/tcp/{self.cable.port}/p2p/{self.peer}"
+
     def snapshot(self) -> dict[str, Any] | None:
         """Return the node's snapshot, or None while it does not answer."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=5) as answer:
-                return json.load(answer)["snapshot"]
-        except (OSError, ValueError):
-            return None
+        return snapshot(self)
 
     def process(self, name: str) -> psutil.Process | None:
         """Return the running process named SUPERVISOR, NETWORK, TRAINER or SCORER."""
@@ -170,8 +170,9 @@ class ChaosSwarm:
             for i in range(count)
         ]
 
-    def start(self) -> None:
-        for node in self.nodes:
+    def start(self, *nodes: ChaosNode) -> None:
+        """Start some nodes, or all, with the addresses of the others."""
+        for node in nodes or self.nodes:
             node.start([other.wire for other in self.nodes if other is not node])
 
     def stop(self) -> None:
@@ -216,14 +217,16 @@ def changed_environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def stopped(process: psutil.Process, seconds: float) -> None:
+def stopped(processes: Sequence[psutil.Process], seconds: float) -> None:
     """Send SIGSTOP, and SIGCONT after `seconds`."""
-    process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(seconds)
     finally:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGCONT)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGCONT)
 
 
 def until(condition: Callable[[], Any], seconds: float, interval: float = 0.1) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from swarmnode.config import Config
 from swarmnode.policy.engine.vllm_command import vllm_command
+from tests.support.waiting import free_port
 
 VARIABLE = "SWARMNODE_VLLM"
 START_SECONDS = 600.0
@@ -31,9 +31,7 @@ def python() -> str:
 @contextlib.contextmanager
 def running(model: str, log: Path, rank: int = 8) -> Iterator[str]:
     """Yield the URL of a server for a value of `policy.model`, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     server = {"url": url}
     settings = {"model": model, "devices": "cpu", "lora": {"r": rank}, "server": server}
     made = vllm_command(Config.model_validate({"policy": settings}))

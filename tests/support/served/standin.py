@@ -15,7 +15,6 @@ import json
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,8 +147,11 @@ class StandIn:
         if fault == "error_500":
             self._send(http, 500, json.dumps({"error": {"message": "EngineCore died"}}).encode())
             return
-        if sampled:
-            spoil(made, fault)
+        if fault in SPOILED:
+            choice = made["choices"][-1]
+            SPOILED[fault](choice, choice["logprobs"]["content"][0])
+        if fault == "one_fewer":
+            made["choices"].pop()
         data = json.dumps(made).encode() if made is not None else b""
         if fault == "html":
             data = b"<html>It works!</html>"
@@ -333,48 +335,38 @@ def spans(versions: list[str]) -> list[dict[str, object]]:
     return made
 
 
-def spoil(answer: Any, fault: str) -> None:
-    """Apply `fault` to a correct answer."""
-    if not fault:
-        return
-    choice = answer["choices"][-1]
-    first = choice["logprobs"]["content"][0]
+def _rename(choice: Any, first: Any, token: int) -> None:
+    choice["token_ids"][0] = first["token_id"] = token
 
-    def rename(token: int) -> None:
-        choice["token_ids"][0] = first["token_id"] = token
 
-    match fault:
-        case "positive":
-            first["logprob"] = 0.5
-        case "nan":
-            first["logprob"] = math.nan  # json.dumps writes NaN, which is not valid JSON
-        case "minus_9999":
-            first["logprob"] = -9999.0
-        case "one_fewer":
-            answer["choices"].pop()
-        case "text":
-            choice["token_ids"] = "seven"
-        case "beyond_vocabulary":
-            rename(10**6)
-        case "negative_id":
-            rename(-1)
-        case "other_tokens":
-            first["token_id"] += 1
-        case "after_the_end":
-            repeated = [1, *choice["token_ids"]]
-            choice["logprobs"]["content"].insert(0, {"token_id": 1, "logprob": -1.0})
-            choice["token_ids"] = repeated[: max(2, len(repeated))]
-            choice["weight_versions"][-1]["end"] += 1
-        case "too_long":
-            content = choice["logprobs"]["content"]
-            choice["token_ids"] = choice["token_ids"] * 300
-            choice["logprobs"]["content"] = content * 300
-        case "aborted":
-            choice["finish_reason"] = "abort"
-        case "empty":
-            choice["token_ids"], choice["logprobs"]["content"] = [], []
-        case "no_versions":
-            choice["weight_versions"] = []
+def _continue_after_the_end(choice: Any, first: Any) -> None:
+    repeated = [1, *choice["token_ids"]]
+    choice["logprobs"]["content"].insert(0, {"token_id": 1, "logprob": -1.0})
+    choice["token_ids"] = repeated[: max(2, len(repeated))]
+    choice["weight_versions"][-1]["end"] += 1
+
+
+def _repeat(choice: Any, first: Any, times: int) -> None:
+    choice["token_ids"] = choice["token_ids"] * times
+    choice["logprobs"]["content"] = choice["logprobs"]["content"] * times
+
+
+SPOILED: dict[str, Callable[[Any, Any], object]] = {
+    "positive": lambda choice, first: first.update(logprob=0.5),
+    # json.dumps writes NaN, which is not valid JSON
+    "nan": lambda choice, first: first.update(logprob=math.nan),
+    "minus_9999": lambda choice, first: first.update(logprob=-9999.0),
+    "text": lambda choice, first: choice.update(token_ids="seven"),
+    "beyond_vocabulary": lambda choice, first: _rename(choice, first, 10**6),
+    "negative_id": lambda choice, first: _rename(choice, first, -1),
+    "other_tokens": lambda choice, first: first.update(token_id=first["token_id"] + 1),
+    "after_the_end": _continue_after_the_end,
+    "too_long": lambda choice, first: _repeat(choice, first, 300),
+    "aborted": lambda choice, first: choice.update(finish_reason="abort"),
+    "empty": lambda choice, first: _repeat(choice, first, 0),
+    "no_versions": lambda choice, first: choice.update(weight_versions=[]),
+}
+"""Fault → change of the last choice of a correct answer and of its first token."""
 
 
 @contextmanager
@@ -396,12 +388,3 @@ def raw_server(chunks: Iterable[bytes] = ()) -> Iterator[str]:
         if chunks:
             thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Return when `condition()`, which depends on other threads, is true."""
-    late = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > late:
-            raise AssertionError("it did not happen")
-        time.sleep(0.005)

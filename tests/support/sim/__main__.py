@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.sim.breaks import BREAKS
 from tests.support.sim.hostile import KINDS, NOT_DRAWN
 from tests.support.sim.schedule import draw
 from tests.support.sim.world import Ended, simulate
@@ -32,13 +31,6 @@ def main() -> int:
         choices=(*KINDS, *NOT_DRAWN),
         help="one hostile node of each kind, and no others",
     )
-    parser.add_argument(
-        "--break",
-        dest="broken",
-        choices=sorted(BREAKS),
-        default="",
-        help="insert a defect and run seeds until it is found",
-    )
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()
     if args.seed is not None:
@@ -53,7 +45,7 @@ def main() -> int:
             print(f"  {foe.name} {foe.kind} at {foe.address}")
         for fault in schedule.faults:
             print(f"  {fault}")
-        ended = simulate(schedule, lines, args.broken)
+        ended = simulate(schedule, lines)
         if args.history:
             args.history.write_text("".join(f"{line}\n" for line in lines))
         print(f"history {ended.digest}, {ended.events} events")
@@ -65,18 +57,15 @@ def main() -> int:
         )
         return 1 if ended.problem else 0
     first = args.first if args.first is not None else random.SystemRandom().randrange(2**31)
-    return _many(first, args.count, args.seconds, args.nodes, args.broken)
+    return _many(first, args.count, args.seconds, args.nodes)
 
 
-def _many(first: int, count: int | None, seconds: float, nodes: int | None, broken: str) -> int:
+def _many(first: int, count: int | None, seconds: float, nodes: int | None) -> int:
     began, ended = time.monotonic(), list[Ended]()
     with contextlib.suppress(KeyboardInterrupt):
         while len(ended) < count if count is not None else time.monotonic() - began < seconds:
-            ended.append(simulate(draw(first + len(ended), nodes), broken=broken))
+            ended.append(simulate(draw(first + len(ended), nodes)))
             _report(ended[-1], nodes)
-            if broken and ended[-1].problem:
-                print(f"{broken}: found by seed {len(ended)} of {first} and those after it")
-                break
     took, failed = time.monotonic() - began, [each for each in ended if each.problem]
     hours, cpu = sum(each.simulated for each in ended) / 3600, sum(each.cpu for each in ended)
     nodes_in_all, averages = sum(each.nodes for each in ended), sum(each.averaged for each in ended)

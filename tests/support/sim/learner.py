@@ -81,8 +81,6 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     averaged: Counter[str] = field(default_factory=Counter)
     """Outer steps by kind, see averaging.py."""
-    last_external: float = float("-inf")
-    """Time of the last training on a peer's group."""
 
 
 class Learner:
@@ -154,7 +152,6 @@ class Learner:
             if outcome == "used":
                 self.tally.used[external.peer] += 1
                 self.tally.made_up += _made_up(external)
-                self.tally.last_external = trio.current_time()
                 learnt.append(
                     (_difficulty(external.group.task), -HARM if _made_up(external) else GAIN)
                 )

@@ -41,6 +41,7 @@ HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
 """Overhead of a frame in bytes."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
+MAX_CONNECTIONS = 200
 
 
 class Medium:
@@ -170,7 +171,6 @@ class SimNetwork(PeerScores):
         rng: random.Random,
         clock: Callable[[], float],
         nursery: trio.Nursery,
-        max_connections: int = 200,
     ) -> None:
         super().__init__()
         self.medium = medium
@@ -209,12 +209,12 @@ class SimNetwork(PeerScores):
             self,
             dialer,
             self.neighbours,
-            max_connections,
+            MAX_CONNECTIONS,
             lambda peer: False,
             rng,
         )  # type: ignore[arg-type]
         self.admission = Admission(
-            peer_id, self.connections, self, max_connections, None, lambda peer: None
+            peer_id, self.connections, self, MAX_CONNECTIONS, None, lambda peer: None
         )
         self.connections.listeners.append(self.manager)
 

@@ -22,7 +22,7 @@ from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.reputation import Standing
 from swarmnode.rollouts.network.admission import QUEUE_GROUPS
-from tests.support.sim import breaks, determinism
+from tests.support.sim import determinism
 from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile
 from tests.support.sim.learner import TASKS
 from tests.support.sim.network import Medium
@@ -82,9 +82,8 @@ class Ended:
     problem: str = ""
 
 
-def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "") -> Ended:
-    """Run a schedule. A broken invariant is the `problem` of the result. broken: a defect of
-    `breaks.BREAKS` to insert."""
+def simulate(schedule: Schedule, lines: list[str] | None = None) -> Ended:
+    """Run a schedule. A broken invariant is the `problem` of the result."""
     began = time.process_time()
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-sim-", dir=place))
@@ -101,7 +100,7 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
     propagates, logger.propagate = logger.propagate, False
     problem = ""
     try:
-        with breaks.broken(broken), structlog.testing.capture_logs() as log:
+        with structlog.testing.capture_logs() as log:
             determinism.run(schedule.seed, main)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

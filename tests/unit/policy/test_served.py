@@ -27,8 +27,9 @@ from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from tests.support.served import real, standin
-from tests.support.served.standin import ANSWER_FAULTS, StandIn, wait_until
+from tests.support.served.standin import ANSWER_FAULTS, StandIn
 from tests.support.served.untied import untie
+from tests.support.waiting import wait_for
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(900)
@@ -119,12 +120,11 @@ def submitted(engine, prompts=PROMPTS):
 
 def drained(engine, version=0):
     found = {}
-    wait_until(
+    wait_for(
         lambda: (
             found.update({one.number: one.sample for one in engine.finished(version)})
             or not engine.statistics().unfinished
-        ),
-        120,
+        )
     )
     return [found[number] for number in sorted(found)]
 
@@ -367,7 +367,7 @@ def test_lost_server_costs_no_group(first):
     drained(submitted(engine))
     stand_in.hold_at = 1
     submitted(engine)
-    wait_until(lambda: len(stand_in.bodies) == 6)
+    wait_for(lambda: len(stand_in.bodies) == 6)
     stand_in.stop()
     samples = drained(engine)
     assert len(samples) == 3
@@ -414,7 +414,7 @@ def test_unfinished_requests_move_to_the_server(first):
     engine, _, clock, stand_in = first
     stand_in.fault = "error_500"
     submitted(engine)
-    wait_until(lambda: engine.finished(0) == [] and engine.kind() == "lockstep")
+    wait_for(lambda: engine.finished(0) == [] and engine.kind() == "lockstep")
     stand_in.fault = ""
     clock.now += RETRY_SECONDS
     engine.submit(Request(9, "Calculate 1 + 1."))

@@ -24,8 +24,8 @@ CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cs"])
 
 
 @pytest.fixture
-def game(tmp_path, monkeypatch):
-    with guessing_game(tmp_path, monkeypatch) as task:
+def game(tmp_path):
+    with guessing_game(tmp_path) as task:
         yield task
 
 

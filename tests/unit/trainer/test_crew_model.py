@@ -23,6 +23,7 @@ from swarmnode.stages.trainer.crew_model import (
     estimate_cost,
     fits_whole,
     host_bytes_per_weight,
+    open_model,
 )
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import averaged_parameters
@@ -30,7 +31,6 @@ from swarmnode.stages.trainer.stage_model import StageRuntime, add_adapter, load
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from swarmnode.weights.trainer.lora import A_MARK
-from tests.support.crew_models import opened
 from tests.support.largest import Alive
 
 
@@ -102,7 +102,7 @@ def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quant
 
 @pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
 def test_only_checkfree_plus_trains_in_swapped_order(tmp_path, mode):
-    with opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
+    with open_model(config_of(tmp_path, recovery=mode, stages=4)) as model:
         assert model.settings().swapped == (mode == "checkfree+")
 
 
@@ -118,7 +118,10 @@ def test_only_checkfree_plus_trains_in_swapped_order(tmp_path, mode):
 def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, match):
     config = config_of(tmp_path, recovery=mode, stages=stages)
     adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
-    with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
+    with (
+        pytest.raises(Refused, match=match),
+        open_model(config.model_copy(update={"policy": adapted})),
+    ):
         pass
 
 
@@ -169,7 +172,7 @@ def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
     by_block = lambda parameters, block: {
         n: (p.shape, p.dtype) for n, p in parameters.items() if block_of(n) == block
     }
-    with opened(config) as model:
+    with open_model(config) as model:
         assert (model.text.fingerprint, model.text.tokenizer_hash) == (
             whole.fingerprint,
             whole.tokenizer_hash,

@@ -7,13 +7,14 @@ from swarmnode.config import Config
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.crew_messages import StageAssignment
+from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.local_stage import LocalStage
 from swarmnode.stages.trainer.restore import RestoredStage, RestoreSource
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import CLOCKS
 from swarmnode.stages.trainer.stage_checkpoints import load_weights, trained
 from swarmnode.weights import local
-from tests.support.crew_models import averaging_of, opened, recovery_of
+from tests.support.crew_models import averaging_of, recovery_of
 from tests.support.replica import settle
 
 CREW = b"c" * 32
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
             "weights": WEIGHTS,
         }
     )
-    with opened(config) as model:
+    with open_model(config) as model:
         yield config, model
 
 

@@ -15,10 +15,11 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages.crew_messages import CrewEnd, CrewStart, StageAssignment, TrainerOffer
 from swarmnode.stages.trainer import crew_model
+from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.links import CONNECT_SECONDS, connect
 from swarmnode.stages.trainer.runner import StageRunner
 from swarmnode.stages.trainer.stage import Stage
-from tests.support.crew_models import opened, recovery_of
+from tests.support.crew_models import recovery_of
 from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
@@ -39,7 +40,7 @@ def model(tmp_path_factory):
             "training": {"learning_rate": 0.01},
         }
     )
-    with opened(config) as crew:
+    with open_model(config) as crew:
         yield config, crew
 
 
@@ -226,7 +227,7 @@ def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch)
     )
     monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
     monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
-    with opened(config) as crew:
+    with open_model(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
         assert isinstance(crew.trainer_offer, TrainerOffer)
 

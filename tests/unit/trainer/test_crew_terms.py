@@ -3,15 +3,15 @@
 import pytest
 
 from swarmnode.config import Config
+from swarmnode.stages.trainer.crew_model import crew_terms
 from swarmnode.stages.trainer.pipeline import gradient_codec
 from swarmnode.swarm.manifest import AGREED_KEYS
-from tests.support.crew_models import terms_of
 
 BASE = bytes(32)
 
 
 def terms(**sections):
-    return terms_of(Config.model_validate(sections)).hash(BASE)
+    return crew_terms(Config.model_validate(sections)).hash(BASE)
 
 
 def test_nodes_of_one_configuration_name_one_model():
@@ -38,7 +38,7 @@ def test_adapters_differ_by_rank():
 
 
 def test_another_base_is_another_model():
-    assert terms_of(Config()).hash(b"\1" * 32) != terms()
+    assert crew_terms(Config()).hash(b"\1" * 32) != terms()
 
 
 def test_a_swarm_agrees_on_how_its_crews_train():

@@ -21,8 +21,8 @@ from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy, SharedGeneration
 from swarmnode.trainer.sampler import MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
+from tests.support.games import WALK, WALK_TURNS, walking_game
 from tests.support.served.standin import StandIn
-from tests.support.walking import TURNS, WALK, walking_game
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def check_episodes(experience, scorer):
     assert experience.played.turns > experience.played.episodes
     for message in experience.messages:
         played = [actions(each) for each in message.completions if each.finish == "eos"]
-        assert max(map(len, played), default=0) <= TURNS
+        assert max(map(len, played), default=0) <= WALK_TURNS
         assert all(episode.done for episode in scorer.score(message.task, played).episodes)
 
 

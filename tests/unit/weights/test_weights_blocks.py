@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from swarmnode.config import WeightsConfig
-from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.fragments import block_of, common, pack, unpack, within
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import Losses
-from swarmnode.weights.trainer.replica import Replica
-from tests.support.replica import settle
+from tests.support.replica import TrainerHalf, settle
 
 LAYERS = 4
 FRAGMENTS = 2
@@ -38,39 +36,24 @@ class Agreeable:
         return True
 
 
-class Party:
-    """The trainer's half of a party that holds `blocks`. The test takes its steps."""
+class Party(TrainerHalf):
+    """A party that holds `blocks`."""
 
     def __init__(self, directory, blocks, seed, shapes=SHAPES, sync_every=4):
-        held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
         base = torch.Generator().manual_seed(0)
         start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
-        self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
-        self.tensors = AveragedTensors(self.parameters, FRAGMENTS, threading.Lock(), LAYERS)
-        self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
+        parameters = {
+            name: torch.nn.Parameter(tensor)
+            for name, tensor in start.items()
+            if block_of(name) in blocks
+        }
         config = WeightsConfig(fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
-        self.replica = Replica(
-            self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
+        self.said, agrees = [], lambda tensors: Agreeable()
+        super().__init__(
+            parameters, config, directory, agrees, self.said.append, seed=seed, layers=LAYERS
         )
         self.facts = self.replica.facts(False)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def train(self, size=0.01):
-        with torch.no_grad():
-            for parameter in self.parameters.values():
-                parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
-        self.counters.step += 1
-
-    def weights(self):
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
-
-    def phi(self):
-        return {
-            name.removeprefix("phi."): t
-            for name, t in self.replica.tensors().items()
-            if name.startswith("phi.")
-        }
 
     def do(self, message):
         """Handle a message and its consequences. Return the sent messages."""
@@ -117,7 +100,7 @@ def parties(tmp_path):
 def test_common_blocks_are_averaged_and_no_others(parties):
     head, long = parties(HEAD, LONG)
     for party in (head, long):
-        party.train()
+        party.step()
     before, start = [party.weights() for party in (head, long)], head.phi()["model.layers.1.w"]
     assert exchange(head, long, 1, b"s" * 16) == ["accepted"] * 2
     shared = {"model.layers.1.w"}  # of fragment 1, which has the odd layers and the end
@@ -138,7 +121,7 @@ def test_common_blocks_are_averaged_and_no_others(parties):
 def test_only_due_blocks_are_reported(parties):
     (whole,) = parties(WHOLE, sync_every=16)
     whole.counters.step = 7
-    whole.train()
+    whole.step()
     whole.do(local.SoloStep(0, pack({2})))
     assert whole.counters.outer_clocks == [0, 0, 1, 0, 0, 0]
     assert whole.counters.solo_steps_total == 1
@@ -188,14 +171,14 @@ def test_differently_cut_crews_and_a_whole_node_converge(parties):
     def learn(rounds, size):
         for _ in range(rounds):
             for party in everybody:
-                party.train(size)
+                party.step(size)
             for fragment in range(FRAGMENTS):
                 take_part(fragment)
 
     learn(12, 0.01)
     for party in alone:
         for _ in range(12):
-            party.train()
+            party.step()
     together, apart = spread(everybody), spread(alone)
     assert together < 0.6 * apart
     learn(8, 0.001)
@@ -208,7 +191,7 @@ def test_tensor_of_another_shape_or_base_is_refused(parties):
     before = whole.weights()
     assert exchange(whole, other, 1, b"s" * 16) == ["shape"] * 2
     (stranger,) = parties(TAIL)
-    stranger.train(size=1.0)
+    stranger.step(size=1.0)
     elsewhere = AveragedTensors(stranger.parameters, FRAGMENTS, threading.Lock(), LAYERS)
     stranger.tensors.encode = elsewhere.encode  # it means the difference to something else
     assert exchange(whole, stranger, 0, b"t" * 16)[0] == "payload"

@@ -12,8 +12,7 @@ from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.trainer import codecs
 from swarmnode.weights.trainer.gate import Losses
-from swarmnode.weights.trainer.replica import Replica
-from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
+from tests.support.replica import Judge, Tiny, TrainerHalf, identical, probe_of, settle
 
 SESSION = b"s" * 16
 BLOCKS = blocks_of(["layers.0.w", "layers.1.w"])
@@ -47,46 +46,24 @@ class Approving:
         return True
 
 
-class Made:
-    def __init__(self, directory, cfg=CFG, asking=False, probe=None, adapter=None):
+class Made(TrainerHalf):
+    def __init__(self, directory, cfg=CFG, probe=None, adapter=None):
         self.model = Tiny()
-        self.counters = Counters(step=1)
         self.said = []
         self.directory = directory
-        self.tensors = tensors_of(self.model, cfg)
-        self.probe = (
-            probe or Asking()
-            if asking or probe
-            else probe_of(self.model, Judge(self.model), self.tensors)
-        )
-        self.replica = Replica(
-            self.tensors,
+        super().__init__(
+            dict(self.model.named_parameters()),
             cfg,
-            self.counters,
             directory,
-            send=self.said.append,
-            probe=self.probe,
+            lambda tensors: probe or probe_of(self.model, Judge(self.model), tensors),
+            self.said.append,
             adapter=adapter,
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
 
-    def weights(self):
-        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
-
-    def phi(self):
-        return {
-            n.removeprefix("phi."): t
-            for n, t in self.replica.tensors().items()
-            if n.startswith("phi.")
-        }
-
     def step(self, seed=1, size=0.1):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.add_(size * torch.randn(p.shape, generator=generator))
-        self.counters.step += 1
+        super().step(size, seed)
 
     def settle(self):
         settle(self.replica.receive, self.said)
@@ -234,7 +211,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     ],
 )
 def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
-    a, partner = made("a", asking=True), made("c")
+    a, partner = made("a", probe=Asking()), made("c")
     a.step()
     partner.step(seed=2)
     before = a.weights()
