@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from swarmnode.policy.logprobs import score
@@ -34,6 +36,16 @@ def crew_of(
 ) -> AbstractAsyncContextManager[Crew]:
     runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
     return open_crew(runtimes, settings, limits_of(model), **keys)
+
+
+@contextmanager
+def fails(owner: Any, name: str, error: Exception) -> Iterator[None]:
+    def raises(*_: Any, **__: Any) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, raises)
+        yield
 
 
 def experience(

@@ -10,6 +10,7 @@ import pytest
 
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scorer
+from tests.support.registered import tasks_restored
 
 GUESS = "guessing_of_mine:guess"
 TURNS = 4
@@ -57,16 +58,10 @@ def _installed(
 ) -> Iterator[None]:
     """Install a game for this process and its scorers."""
     (directory / f"{task.partition(':')[0]}.py").write_text(source)
-    before = dict(registry.TASKS)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tasks_restored():
         patch.syspath_prepend(str(directory))
         registry.install([task], {task: settings})
-        try:
-            yield
-        finally:
-            registry._TASKS.clear()
-            registry._TASKS.update(before)
-            registry.task_version.cache_clear()
+        yield
 
 
 @contextlib.contextmanager

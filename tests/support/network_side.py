@@ -3,11 +3,17 @@ records the messages it receives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import trio
+
+from swarmnode.config import Config
 from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.link.server import LinkServer
+from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.trainer.loop import Trainer
 
 ME, SWARM = "12D3KooWme", b"s" * 32
 
@@ -40,3 +46,22 @@ class NetworkSide:
 
     def weights(self, message: Any) -> None:
         self.averaging.append(message)
+
+
+async def run_trainer(
+    settings: dict[str, Any],
+    network: NetworkSide | None = None,
+    on_report: Callable[[Trainer, Report], None] | None = None,
+) -> NetworkSide:
+    """Run a trainer in a thread to its end; returns the network's side. on_report: hears each
+    report, and may stop the trainer."""
+    config = Config.model_validate(settings)
+    (config.node.data_dir / "run").mkdir(parents=True, exist_ok=True)
+    trainer, network = Trainer(config, Progress()), network or NetworkSide()
+    if on_report is not None:
+        network.report = lambda report: (network.reports.append(report), on_report(trainer, report))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(config.node.data_dir, network).run)
+        await trio.to_thread.run_sync(trainer.run)
+        nursery.cancel_scope.cancel()
+    return network

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from swarmnode import cli
-from swarmnode.tasks import registry
+from tests.support.registered import tasks_restored
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,8 @@ GAME = "words_to_try:game"
 def options(tmp_path, monkeypatch):
     (tmp_path / "words_to_try.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = dict(registry.TASKS)
-    yield ["--data-dir", str(tmp_path / "data")]
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
-    registry.task_version.cache_clear()
+    with tasks_restored():
+        yield ["--data-dir", str(tmp_path / "data")]
 
 
 def test_shows_ten_questions_and_empty_answers(options, capsys):

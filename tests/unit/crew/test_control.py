@@ -355,12 +355,6 @@ def test_refused_heartbeat_ends_the_crew_after_joining():
     assert node.state.crew is None
 
 
-def test_older_status_of_a_member_changes_no_phase():
-    node = running()
-    node.receive_heartbeats("a", status=MemberStatus("loading", 40))
-    assert node.state.phase == Phase.RUNNING
-
-
 # ---- strikes -------------------------------------------------------------------------------------
 
 

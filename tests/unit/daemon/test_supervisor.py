@@ -184,24 +184,6 @@ open({str(seen)!r} + ".ready", "w").close()
     assert seen.read_text() == "True"
 
 
-async def test_a_second_signal_aborts(node, tmp_path):
-    body = DRAINS.format(turns=600, status="training", step=0.01, marker=str(tmp_path / "saved"))
-    supervisor = node(trainer=body, drain_seconds=60)
-    asked, codes = tmp_path / "saved.asked", []
-
-    async def run():
-        codes.append(await supervisor.run())
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
-        await until((tmp_path / "saved.ready").exists)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(asked.exists)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert codes == [143]
-    assert not (tmp_path / "saved").exists()
-
-
 def test_one_node_per_data_directory(tmp_path):
     held = lock_data_dir(tmp_path)
     with pytest.raises(Unavailable, match=rf"in use by another node \(pid {os.getpid()}\)"):

@@ -151,6 +151,3 @@ def test_histograms_are_cumulative_and_end_at_infinity() -> None:
 def test_every_row_reads_an_empty_node() -> None:
     for family in METRICS:
         value_of(family, NodeSnapshot())
-
-
-# ---- the table and the snapshot

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink
+from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -43,18 +43,6 @@ async def test_only_missing_chunks_are_sent(tmp_path):
         assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
         await fetch(client, server, sink)  # nothing is missing: no request
         assert client.bulk.statistics().fetched == {"ok": 1}
-
-
-async def test_nothing_is_sent_after_withdrawal_or_under_another_root(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        _, old = offer(server, 10 * KIB)
-        offer(server, 10 * KIB)
-        with pytest.raises(Declined, match="unknown"):
-            await fetch(client, server, old)
-        server.bulk.withdraw(TRANSFER)
-        with pytest.raises(Declined, match="unknown"):
-            await client.bulk.manifest(server.peer_id, TRANSFER)
-        assert len(old.missing()) == 3
 
 
 async def test_cancelled_fetch_keeps_the_connection(tmp_path):

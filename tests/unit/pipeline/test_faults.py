@@ -32,7 +32,7 @@ from swarmnode.stages.trainer import head, links
 from swarmnode.stages.trainer.head import MAX_REFUSALS, Wave, WorkRefused
 from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
-from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo
 
 SECONDS = 60.0
 CFG = TrainingConfig()
@@ -105,16 +105,6 @@ def changes(member, kind, change):
         original(stage, frame, body)
 
     member.links.send = send
-
-
-@contextlib.contextmanager
-def fails(owner, name, error):
-    def raises(*_, **__):
-        raise error
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, raises)
-        yield
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -270,20 +260,6 @@ async def test_refused_scores_do_not_affect_later_calls(models, policy):
             await score(crew.head, rows)
         assert caught.value.divisible
         assert len(await score(crew.head, rows)) == len(rows)
-
-
-async def test_refused_wave_ends_the_call(models, policy):
-    _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 1, 1, 1]) as crew:
-        with (
-            fails(crew.members[1].runtime, "prefill", OUT_OF_MEMORY),
-            pytest.raises(WorkRefused, match="device") as caught,
-        ):
-            await sample(crew.head, rows)
-        assert caught.value.divisible
-        assert await sample(crew.head, rows)
-        assert (await learn(crew.head, rows)).refused is None
-        assert not any(member.runtime.caches for member in crew.members)
 
 
 @pytest.mark.parametrize("call", [learn, sample])

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.stages.specs import stage_specs
 from swarmnode.stages.trainer.stage_model import Prompts, StageRuntime, load_stage, make_packing
 from tests.support.largest import Largest
-from tests.support.split_models import load_whole_state, split_model, whole_state
+from tests.support.split_models import split_model, whole_state
 
 KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
 SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]
@@ -27,35 +26,6 @@ ROWS = [
 
 def chain(model, layers):
     return [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
-
-
-def logits_of(stages, ids, mask, positions):
-    x = ids
-    for stage in stages:
-        x = stage.run(x, mask, positions)
-    return x
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_the_whole_models_exactly(models, kind):
-    ids = torch.randint(0, 61, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        whole = models[kind](input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        for layers in SPLITS:
-            assert torch.equal(
-                logits_of(chain(models[kind], layers), ids, mask, positions), whole
-            ), layers
-
-
-def test_the_embedded_policy_splits_exactly(embedded):
-    ids = torch.tensor([embedded.encode_prompt("What is 3 + 4?")])
-    mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
-    with torch.no_grad():
-        whole = embedded.model(input_ids=ids).logits
-        assert torch.equal(logits_of(chain(embedded.model, [1, 1]), ids, mask, positions), whole)
 
 
 def through(stages, batch, weight, temperature=0.8):
@@ -161,34 +131,6 @@ def test_layers_are_checkpointed_only_when_memory_is_short(models, monkeypatch):
     assert stored(2**10) < 0.5 * stored(2**40)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_the_whole_models(models, kind):
-    prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
-    ids = torch.tensor([[0] * (6 - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (6 - len(p)) + [1] * len(p) for p in prompts])
-    expected = models[kind].generate(
-        input_ids=ids,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=8,
-        min_new_tokens=8,
-        pad_token_id=0,
-        eos_token_id=None,
-    )[:, 6:]
-    for layers in SPLITS:
-        stages = chain(models[kind], layers)
-        x = None
-        for stage in stages:
-            x = stage.prefill(7, Prompts(ids, mask, 1), x)
-        drawn = [x.argmax(-1)]
-        while len(drawn) < 8:
-            x = drawn[-1]
-            for stage in stages:
-                x = stage.decode(7, [0, 1], x)
-            drawn.append(x.argmax(-1))
-        assert torch.equal(torch.stack(drawn, 1), expected), layers
-
-
 def test_finished_row_does_not_change_other_rows(models):
     prompts = Prompts(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), 3)
     all_rows, some = chain(models["qwen3"], [4])[0], chain(models["qwen3"], [4])[0]
@@ -261,28 +203,3 @@ def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Unavailable):
         load_stage(tmp_path, alone)
-
-
-def test_stages_together_have_the_whole_models_weights(models):
-    model = copy.deepcopy(models["llama-tied"])
-    pieces = split_model(model, [1, 2, 1])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    moved = {name: p.detach() for name, p in model.named_parameters()}
-    for spec, stage in pieces:
-        load_whole_state(spec, stage, moved)
-    together = {
-        name: tensor for spec, stage in pieces for name, tensor in whole_state(spec, stage).items()
-    }
-    assert together.keys() == moved.keys()
-    assert all(torch.equal(together[name], moved[name]) for name in moved)
-
-
-def test_caches_know_their_layers(models):
-    (_, first), (_, second) = split_model(models["qwen2"], [2, 2])
-    kinds = [
-        [type(layer).__name__ for layer in DynamicCache(config=stage.config).layers]
-        for stage in (first, second)
-    ]
-    assert kinds == [["DynamicLayer"] * 2, ["DynamicSlidingWindowLayer"] * 2]

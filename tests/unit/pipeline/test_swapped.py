@@ -17,9 +17,9 @@ from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages.specs import backward_hop, forward_hop, swapped_route
 from swarmnode.stages.stage_frames import FrameLimits
 from swarmnode.stages.trainer.pipeline import WorkerSettings
-from swarmnode.stages.trainer.stage_batches import LearnRow
 from swarmnode.stages.trainer.stage_model import StageRuntime
 from tests.support.crew import open_crew
+from tests.support.lost_stages import rows_of
 from tests.support.split_models import split_model, whole_state
 
 SETTINGS = WorkerSettings("float32", swapped=True)
@@ -29,15 +29,6 @@ CFG = TrainingConfig(per_device_train_tokens=64)
 @pytest.fixture(autouse=True)
 def _unclipped(monkeypatch):
     monkeypatch.setattr("swarmnode.stages.trainer.head.MAX_GRAD_NORM", 1e9)
-
-
-def rows_of(count):
-    generator = torch.Generator().manual_seed(2)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [
-        LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
-        for i in range(count)
-    ]
 
 
 def crew_of(model, layers, settings=SETTINGS):
@@ -120,7 +111,7 @@ async def test_swapped_steps_equal_those_of_the_swapped_whole_model(models, laye
         config = copy.deepcopy(model.config)
         config.num_hidden_layers = len(order)
         model = type(model)(config).eval()
-    rows = rows_of(21)
+    rows = rows_of(2, 21)
     unsplit = Unsplit(model, order)
     async with crew_of(model, layers) as crew:
         for _ in range(2):

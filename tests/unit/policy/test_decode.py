@@ -21,19 +21,6 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
-@torch.no_grad()
-def test_slots_compute_the_logits_of_a_growing_cache(policies, kind):
-    """The slots have 8 columns at first, so that their memory grows several times."""
-    policy = policies[kind]
-    assert not unsuited(policy)
-    slots, found = fill(policy, PROMPTS, GENERATIONS, 8)
-    growing, expected = grow(policy, PROMPTS, GENERATIONS, STEPS)
-    same(found, expected)
-    for token in tokens_of(STEPS):
-        same(slots.advance(token), growing.advance(token))
-
-
 @pytest.mark.parametrize(
     ("kind", "start"),
     [("llama", grow), ("mistral", grow), ("gpt2", grow), ("llama", fill), ("gpt2", fill)],

@@ -5,7 +5,7 @@ import torch
 
 from swarmnode.errors import Incompatible, Refused
 from swarmnode.stages.specs import swapped_order
-from swarmnode.stages.trainer.checkfree import NeighbourLayers, check_checkfree, synthesise
+from swarmnode.stages.trainer.checkfree import NeighbourLayers, synthesise
 from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from tests.support.split_models import split_model
 
@@ -98,22 +98,3 @@ def test_swapped_order_exchanges_the_first_and_the_last_two():
     assert swapped_order(4) == (1, 0, 3, 2)
     with pytest.raises(Refused):
         swapped_order(3)
-
-
-@pytest.mark.parametrize(
-    ("mode", "stages", "adapter", "match"),
-    [
-        ("checkfree", 4, True, "adapter"),
-        ("checkfree", 2, False, "3 or more"),
-        ("checkfree+", 3, False, "4 or more"),
-        ("checkfree+", 0, False, "4 or more"),
-    ],
-)
-def test_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, adapter, match):
-    with pytest.raises(Refused, match=match):
-        check_checkfree(mode, stages, adapter)
-
-
-def test_checkpoints_allow_adapters_and_few_stages():
-    check_checkfree("checkpoints", 2, adapter=True)
-    check_checkfree("checkfree", 3, adapter=False)

@@ -47,11 +47,6 @@ def ask(position=0, life=LIFE, swarm=SWARM):
 # -- shelf
 
 
-def test_another_swarm_is_told_nothing():
-    answer = filled(3).listing(ask(swarm=b"o" * 32), NOW)
-    assert (answer.status, answer.groups) == ("unknown", [])
-
-
 def test_only_own_groups_are_news_to_held_polls():
     kept = filled(3)
     assert not kept.has_news(ask(), b"")
@@ -671,12 +666,3 @@ def test_unhurried_node_waits_for_its_polls_once():
     world.now += 1.0
     assert world.polls() == ["filler"]
     assert len(world.fetches()) == 1
-
-
-def test_few_fetches_are_under_way_at_a_time():
-    world = World([str(n) for n in range(8)])
-    polled = world.polls()
-    for number, peer in enumerate(polled):
-        world.list(peer, listed(number, chr(97 + number)))
-    pulls = [*world.fetches(), *world.fetches()]
-    assert len(pulls) == puller.MOST_FETCHES

@@ -157,14 +157,6 @@ def test_a_version_far_behind_the_senders_newest_is_outdated():
     assert reason(checks.check(frame(2, policy_version=11), NOW)) == "outdated"
 
 
-def test_versions_are_compared_per_sender():
-    checks = admission()
-    checks.check(frame(0, policy_version=1000), NOW)
-    assert isinstance(
-        checks.check(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate
-    )
-
-
 def test_restored_trainer_is_accepted_after_a_while():
     checks = admission()
     checks.check(frame(0, policy_version=1000), NOW)

@@ -200,13 +200,6 @@ def test_more_groups_give_a_new_peer_no_priority():
     assert 0.1 < firsts["loud"] / 300 < 0.3
 
 
-def test_a_draw_repeats_with_its_seed():
-    def once():
-        return [g.content for g in draw(filled("abcdef", 3), 5, seed=7)]
-
-    assert once() == once()
-
-
 def test_one_of_two_peers_fills_half_a_step():
     pool = filled("a", 9)
     assert len(draw(pool, 9, per_peer=3)) == 9

@@ -25,31 +25,6 @@ def candidate(peer, number, text="12"):
     )
 
 
-def test_the_queue_is_first_in_first_out():
-    queue = CandidateQueue()
-    for n in range(5):
-        assert queue.put(candidate("a", n))
-    assert [c.group.sequence for c in queue.take(3)] == [0, 1, 2]
-    assert [c.group.sequence for c in queue.take(3)] == [3, 4]
-    assert queue.take(3) == []
-
-
-def test_one_peer_cannot_fill_the_queue():
-    queue = CandidateQueue(groups=100, peer_groups=10)
-    assert sum(queue.put(candidate("a", n)) for n in range(50)) == 10
-    assert queue.put(candidate("b", 0))
-    queue.take(5)
-    assert queue.put(candidate("a", 60))
-
-
-def test_queue_is_bounded_in_bytes():
-    queue = CandidateQueue(size=3 * memory_bytes(candidate("a", 0, "x" * 1000).group))
-    put = lambda peers: [queue.put(candidate(peer, 0, "x" * 1000)) for peer in peers]
-    assert put("abcd") == [True, True, True, False]
-    queue.take(1)
-    assert put("de") == [True, False]
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60
@@ -60,14 +35,17 @@ def test_the_queue_keeps_its_bounds_and_its_accounts(arrivals):
     inside = []
     for number, (peer, length, take) in enumerate(arrivals):
         one = candidate(peer, number, "x" * length)
-        if queue.put(one):
-            inside.append(one)
+        has_room = (
+            len(inside) < 10
+            and sum(memory_bytes(c.group) for c in [*inside, one]) <= 40_000
+            and sum(c.peer == peer for c in inside) < 4
+        )
+        assert queue.put(one) == has_room
+        inside += [one] * has_room
         if take:
             assert queue.take(2) == inside[:2]
             del inside[:2]
-        assert len(queue) == len(inside) <= 10
-        assert sum(memory_bytes(c.group) for c in inside) <= 40_000
-        assert all(sum(c.peer == p for c in inside) <= 4 for p in "abcdefgh")
+        assert len(queue) == len(inside)
 
 
 def test_memory_of_authors_is_bounded_and_forgets_the_oldest():
@@ -92,13 +70,6 @@ def test_three_strikes_exclude_an_author_for_ten_minutes():
     assert strikes.is_out("a", STRIKES)
     assert not strikes.is_out("b", STRIKES)
     assert not strikes.is_out("a", STRIKES + STRIKE_SECONDS)
-
-
-def test_strikes_far_apart_are_forgiven():
-    strikes = Strikes()
-    for n in range(10):
-        strikes.add("a", n * (STRIKE_SECONDS + 1))
-        assert not strikes.is_out("a", n * (STRIKE_SECONDS + 1))
 
 
 def test_strikes_expire_after_ten_minutes():

@@ -32,14 +32,6 @@ def test_items_come_first_in_proportion_to_their_weight():
     assert first["c"] / 8000 == pytest.approx(5 / 8, abs=0.02)
 
 
-def test_few_peers_fill_up_to_half_each():
-    ordered = ["a1", "a2", "a3", "a4", "b1"]
-    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "a2"]
-    assert sampling.spread_over_peers(
-        ["a1", "a2", "a3"], 3, lambda x: x[0], sampling.most_per_peer(3)
-    ) == ["a1", "a2"]
-
-
 def test_what_is_already_chosen_counts_towards_a_peers_half():
     assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], 2, already=["a1", "a2"]) == [
         "a1",

@@ -256,9 +256,3 @@ def test_manifest_model_is_used_by_default():
     assert manifest.apply_terms(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
     assert manifest.apply_terms(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
     assert manifest.apply_terms(CONFIG, founded(models=[]))[0].policy.model == "embedded"
-
-
-@pytest.mark.parametrize(("own", "agreed"), [(4, 4), (16, 16), (64, 16)])
-def test_group_size_stays_within_the_bounds(own, agreed):
-    config, _ = manifest.apply_terms(changed(training={"num_generations": own}), founded())
-    assert config.training.num_generations == agreed

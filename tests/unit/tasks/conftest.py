@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.tasks import child, registry
+from swarmnode.tasks import child
+from tests.support.registered import tasks_restored
 from tests.support.tasksets import IS_REAL, STAND_IN
 
 
 @pytest.fixture
 def tasks_as_before():
     """Restore the list of tasks after each test."""
-    before = dict(registry.TASKS)
-    yield
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
-    registry.task_version.cache_clear()
+    with tasks_restored():
+        yield
 
 
 @pytest.fixture

@@ -9,15 +9,7 @@ import pytest
 import trio
 
 from swarmnode.tasks import child as child_module
-from swarmnode.tasks.child import Child
-from swarmnode.tasks.client import (
-    AsyncScorer,
-    Scored,
-    Scorer,
-    ScorerFailed,
-    ScorerLimits,
-    TaskUnknown,
-)
+from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, ScorerLimits, TaskUnknown
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import score_one
@@ -124,27 +116,6 @@ async def test_a_child_that_hangs_is_replaced_after_the_deadline(expected):
         os.kill(scorer.statistics().pid, signal.SIGSTOP)
         assert await score_one(scorer, ref(), ["7", "10"]) == expected["builtin/sum", 0]
         assert "no answer within 0.5 s" in scorer.statistics().last_failure
-
-
-async def test_only_the_fatal_question_has_no_result(monkeypatch):
-    ask = Child.ask
-
-    def deadly(self, questions):
-        if any(question.index == 3 for question in questions):
-            os.kill(self.pid, signal.SIGKILL)
-        return ask(self, questions)
-
-    monkeypatch.setattr(Child, "ask", deadly)
-    async with AsyncScorer() as scorer:
-        results = await scorer.score_many([(ref(index), ["7"]) for index in range(6)])
-    assert [type(result) for result in results] == [
-        Scored,
-        Scored,
-        Scored,
-        ScorerFailed,
-        Scored,
-        Scored,
-    ]
 
 
 async def test_failed_start_is_retried(monkeypatch):

@@ -114,15 +114,10 @@ GUESS, ECHO = "games_of_mine:guess", "games_of_mine:echo"
 
 
 @pytest.fixture
-def games(tmp_path, monkeypatch):
-    """Put the module above on the path. Restore the list of tasks afterwards."""
+def games(tmp_path, monkeypatch, tasks_as_before):
+    """Put the module above on the path."""
     (tmp_path / "games_of_mine.py").write_text(GAMES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = dict(registry.TASKS)
-    yield
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
-    registry.task_version.cache_clear()
 
 
 def installed(name, **settings):

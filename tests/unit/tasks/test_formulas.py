@@ -12,6 +12,7 @@ from swarmnode.tasks import formulas, registry, scorer
 from swarmnode.tasks.client import Scorer, ScorerLimits
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskRef
+from tests.support.registered import tasks_restored
 from tests.support.verifier_cases import ANSWERS, CASES
 
 pytestmark = [
@@ -63,20 +64,18 @@ def judge(tmp_path_factory):
     rows = [{"prompt": str(i), "answer": gold} for i, gold in enumerate((*GOLDS, *ANSWERS))]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(source=str(source), verifier="math", extract="whole", held_out=0.1)
-    before = dict(registry.TASKS)
-    registry.install_datasets({NAME: config}, folder / "datasets")
-    version = registry.task_version(NAME)
-    with Scorer(ScorerLimits(request=120.0, startup=300.0)) as scorer:
-        refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(len(rows))]
-        refs += [TaskRef(NAME, version, evaluation_seed(NAME), index) for index in range(20)]
-        found = {each.prompt: ref for ref in refs for each in [scorer.score(ref, [])]}
-        answers = [row["answer"] for row in rows]
-        by_gold = {gold: found[str(answers.index(gold))] for gold in answers}
-        yield lambda gold, texts: scorer.score(by_gold[gold], texts)
-        assert scorer.statistics().refusals == {}
-        assert scorer.statistics().failures == 0
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
+    with tasks_restored():
+        registry.install_datasets({NAME: config}, folder / "datasets")
+        version = registry.task_version(NAME)
+        with Scorer(ScorerLimits(request=120.0, startup=300.0)) as scorer:
+            refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(len(rows))]
+            refs += [TaskRef(NAME, version, evaluation_seed(NAME), index) for index in range(20)]
+            found = {each.prompt: ref for ref in refs for each in [scorer.score(ref, [])]}
+            answers = [row["answer"] for row in rows]
+            by_gold = {gold: found[str(answers.index(gold))] for gold in answers}
+            yield lambda gold, texts: scorer.score(by_gold[gold], texts)
+            assert scorer.statistics().refusals == {}
+            assert scorer.statistics().failures == 0
 
 
 @pytest.mark.parametrize("case", CASES["math"])

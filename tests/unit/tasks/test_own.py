@@ -68,20 +68,15 @@ NAME = "letters_of_mine.words:reverse"
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Yield a package with a task, on the path of this process only. Restore the list of tasks
-    afterwards."""
+def package(tmp_path, monkeypatch, tasks_as_before):
+    """A package with a task, on the path of this process only."""
     folder = tmp_path / "site" / "letters_of_mine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "alphabet.py").write_text("LETTERS = 'abcdef'\n")
     (folder / "words.py").write_text(WORDS)
     monkeypatch.syspath_prepend(str(folder.parent))
-    before = dict(registry.TASKS)
-    yield folder
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
-    registry.task_version.cache_clear()
+    return folder
 
 
 def installed(*tasks, **settings):

@@ -15,6 +15,7 @@ from swarmnode.tasks.determinism import transcript_hash
 from swarmnode.tool_prompt import split
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
+from tests.support.registered import tasks_restored
 
 pytest.importorskip("transformers", reason="its parser reads the calls")
 
@@ -136,16 +137,12 @@ def scorer(tmp_path_factory):
     """One for all tests: its child imports transformers. The determinism check is in a test."""
     folder = tmp_path_factory.mktemp("shop")
     (folder / "shop_of_mine.py").write_text(SHOP)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tasks_restored():
         patch.syspath_prepend(str(folder))
         patch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-        before = dict(registry.TASKS)
         registry.install([NAME], {NAME: {"turns": TURNS}})
         with Scorer() as scorer:
             yield scorer
-        registry._TASKS.clear()
-        registry._TASKS.update(before)
-        registry.task_version.cache_clear()
 
 
 def price_of(scorer):

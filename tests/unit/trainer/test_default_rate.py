@@ -4,15 +4,11 @@ import json
 import statistics
 
 import pytest
-import trio
 
 from swarmnode.config import Config
 from swarmnode.gguf import smollm2_is_installed
-from swarmnode.link.server import LinkServer
-from swarmnode.process import Progress
 from swarmnode.tasks.registry import install_datasets
-from swarmnode.trainer.loop import Trainer
-from tests.support.network_side import NetworkSide
+from tests.support.network_side import run_trainer
 
 TASK = "data/cities"
 NAMES = (
@@ -43,29 +39,22 @@ def questions(tmp_path):
 
 async def rewards(data_dir, questions, **training):
     """Return the mean own reward of each of 15 steps with two groups."""
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": data_dir},
-            "policy": {"model": "smollm2", "devices": "cpu", "threads": 1, "lora": {"r": 16}},
-            "task": {"names": [TASK], "datasets": {TASK: questions}, "held_out_per_task": 1},
-            "training": {
-                "groups_per_step": 2,
-                "max_completion_length": 16,
-                "max_steps": 15,
-                **training,
-            },
-            "sharing": {"enabled": False},
-            "weights": {"rule": "off"},
-        }
-    )
-    install_datasets(config.task.datasets, data_dir)
-    (data_dir / "run").mkdir(parents=True)
-    network = NetworkSide()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        await trio.to_thread.run_sync(Trainer(config, Progress()).run)
-        nursery.cancel_scope.cancel()
-    by_step = {report.step: report.reward_own for report in network.reports if report.step}
+    settings = {
+        "node": {"data_dir": data_dir},
+        "policy": {"model": "smollm2", "devices": "cpu", "threads": 1, "lora": {"r": 16}},
+        "task": {"names": [TASK], "datasets": {TASK: questions}, "held_out_per_task": 1},
+        "training": {
+            "groups_per_step": 2,
+            "max_completion_length": 16,
+            "max_steps": 15,
+            **training,
+        },
+        "sharing": {"enabled": False},
+        "weights": {"rule": "off"},
+    }
+    install_datasets(Config.model_validate(settings).task.datasets, data_dir)
+    reports = (await run_trainer(settings)).reports
+    by_step = {report.step: report.reward_own for report in reports if report.step}
     return [by_step[step] for step in sorted(by_step)]
 
 

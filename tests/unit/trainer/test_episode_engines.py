@@ -136,6 +136,11 @@ def test_a_server_samples_every_turn_and_steps_learn_from_it(served, scorer):
         torch.equal(a, b)
         for a, b in zip(before, node.engine._policy.trainable_parameters(), strict=True)
     )
+    groups = node.engine.generate(["12", "13"], Sampling(4, 8), node.engine.random_generator(5))
+    assert [len(group.completions) for group in groups] == [4, 4]
+    asked = [body for body in server.bodies if body["token_ids"] in [g.prompt_ids for g in groups]]
+    assert asked[-1]["cache_salt"].split(".")[1] == "4", "one load at the start, one an update"
+    assert node.engine.statistics().server.gap < 1e-4
 
 
 def test_episodes_continue_without_the_server(served, scorer):

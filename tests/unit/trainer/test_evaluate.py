@@ -4,21 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trio
 
-from swarmnode.config import Config, TaskConfig, TrainingConfig
+from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.drops import TrainerDrops
-from swarmnode.link.server import LinkServer
 from swarmnode.observe.samples import newest
 from swarmnode.policy.generate import GroupSample, SampledCompletion
-from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.frames import ScorerFailed
 from swarmnode.trainer import loop
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due, forget_other_questions
-from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
-from tests.support.network_side import NetworkSide
+from tests.support.network_side import run_trainer
 
 COST = 1500
 
@@ -49,20 +45,12 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
     reports = []
     for name, every in (("usual", 0), ("unlimited", 2)):
         directory = tmp_path / name
-        (directory / "run").mkdir(parents=True)
-        network = NetworkSide()
-        config = Config.model_validate(
-            {
-                "node": {"data_dir": directory},
-                "weights": {"rule": "off"},
-                "training": {"max_steps": 6, "eval_every": every},
-            }
-        )
-        async with trio.open_nursery() as nursery:
-            await nursery.start(LinkServer(directory, network).run)
-            await trio.to_thread.run_sync(Trainer(config, Progress()).run)
-            nursery.cancel_scope.cancel()
-        reports.append(network.reports)
+        settings = {
+            "node": {"data_dir": directory},
+            "weights": {"rule": "off"},
+            "training": {"max_steps": 6, "eval_every": every},
+        }
+        reports.append((await run_trainer(settings)).reports)
     usual, unlimited = (each[-1] for each in reports)
     assert usual.evaluation_tokens_total > 0
     assert 1.75 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 2.25, (
@@ -86,26 +74,16 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
 async def test_the_policy_is_measured_when_the_node_stops(tmp_path, monkeypatch, seconds, batches):
     torch.set_num_threads(1)
     monkeypatch.setattr(loop, "STOP_SECONDS", seconds)
-    (tmp_path / "run").mkdir()
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": tmp_path},
-            "task": {"names": ["rg/gcd", "rg/lcm", "rg/chain_sum"], "held_out_per_task": 16},
-        }
-    )
-    trainer = Trainer(config, Progress())
+    settings = {
+        "node": {"data_dir": tmp_path},
+        "task": {"names": ["rg/gcd", "rg/lcm", "rg/chain_sum"], "held_out_per_task": 16},
+    }
 
-    class Stopping(NetworkSide):
-        def report(self, report):
-            super().report(report)
-            if report.step == 3:
-                trainer.stop()
+    def stop(trainer, report):
+        if report.step == 3:
+            trainer.stop()
 
-    network = Stopping()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(tmp_path, network).run)
-        await trio.to_thread.run_sync(trainer.run)
-        nursery.cancel_scope.cancel()
+    network = await run_trainer(settings, on_report=stop)
     last = network.reports[-1]
     assert last.reward_held_out_step == last.step == last.state_saved_step >= 3
     shown = [each.activity for each in network.reports if each.phase == "draining"]

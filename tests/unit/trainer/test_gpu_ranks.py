@@ -21,7 +21,7 @@ from swarmnode.trainer.engine import card_uses, make_whole_policy
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
-from tests.unit.trainer.test_ranks import PROMPTS, configured, sampled_groups
+from tests.unit.trainer.test_ranks import PROMPTS, configured, own_and_peers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ CARD = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def groups():
-    return sampled_groups()
+    return own_and_peers()
 
 
 @pytest.fixture(autouse=True)

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-import trio
 
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError
-from swarmnode.link.server import LinkServer
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import assemble, own_group
-from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.update import Updater
-from tests.support.network_side import NetworkSide
+from tests.support.network_side import run_trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,8 +25,6 @@ LARGE = {
 
 
 async def train(data_dir, *, policy, **training):
-    (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    network = NetworkSide()
     settings = {
         "node": {"data_dir": data_dir},
         "policy": policy,
@@ -38,11 +32,7 @@ async def train(data_dir, *, policy, **training):
         "task": {"held_out_per_task": 4},
         "weights": {"rule": "off"},
     }
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        await trio.to_thread.run_sync(Trainer(Config.model_validate(settings), Progress()).run)
-        nursery.cancel_scope.cancel()
-    return network.reports
+    return (await run_trainer(settings)).reports
 
 
 async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):

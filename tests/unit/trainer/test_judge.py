@@ -89,6 +89,11 @@ def judged(policy, group, checks=CHECKS):
     )
 
 
+def outcome(*args):
+    ((_, found),) = judged(*args).outcomes
+    return found
+
+
 def test_honest_group_has_full_weight_and_the_sender_s_ids(policy, sample):
     judgement = judged(policy, external(policy, sample))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
@@ -105,12 +110,6 @@ def test_reported_logprobs_do_not_change_a_weight(policy, sample, shift):
     assert accepted.weights == [1.0] * 4
 
 
-def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
-    judgement = judged(policy, external(policy, sample, shift=-5.0))
-    assert judgement.accepted == []
-    assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
-
-
 def test_invented_text_with_true_logprobs_is_surprising(policy, sample):
     """A peer that reports correct log-probabilities of a text that it invented."""
     made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
@@ -120,11 +119,9 @@ def test_invented_text_with_true_logprobs_is_surprising(policy, sample):
         for ids, lps in zip(made_up, logprobs, strict=True)
     ]
     forged = external(policy, type(sample)(sample.prompt_ids, completions))
-    assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["surprise"]
+    assert outcome(policy, forged) == "surprise"
     blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0, least_probability=0)
-    assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], (
-        "the spot check alone believes it"
-    )
+    assert outcome(policy, forged, blind) == "used", "the spot check alone believes it"
 
 
 def test_ids_must_spell_the_rewarded_text(policy, sample):
@@ -144,10 +141,8 @@ def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
 
 def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
     texts = ["漢字", *[c.text for c in sample.completions][1:]]
-    judgement = judged(
-        policy, external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32)
-    )
-    assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
+    group = external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32)
+    assert outcome(policy, group) == "untokenizable"
 
 
 def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
@@ -176,12 +171,7 @@ def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
     ],
 )
 def test_invented_text_is_refused_for_all_claims(policy, sample, claims, refused):
-    assert [
-        outcome
-        for _, outcome in judged(
-            policy, external(policy, made_up(policy, sample), **claims)
-        ).outcomes
-    ] == [refused]
+    assert outcome(policy, external(policy, made_up(policy, sample), **claims)) == refused
 
 
 def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
@@ -193,7 +183,7 @@ def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
         {"model": b"y" * 32, "ids": False},
     ):
         group = external(policy, sample, shift=-5.0, **claims)
-        assert [outcome for _, outcome in judged(policy, group).outcomes] == ["spot_check"]
+        assert outcome(policy, group) == "spot_check"
 
 
 def test_invented_best_completion_refuses_the_group(policy, sample):
@@ -202,7 +192,7 @@ def test_invented_best_completion_refuses_the_group(policy, sample):
         [*made_up(policy, sample, ["#<answer>2</answer>"]).completions, *(4 * sample.completions)],
     )
     group = external(policy, diluted, rewards=(1.0, *[0.0] * 16), model=b"y" * 32)
-    assert [outcome for _, outcome in judged(policy, group).outcomes] == ["surprise"]
+    assert outcome(policy, group) == "surprise"
 
 
 def test_invented_worse_completion_has_weight_0(policy, sample):
@@ -240,7 +230,7 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
     assert policy.decode(ids) == hidden.text
     tricked = type(hidden)(ids, [-1.0] * len(ids), hidden.text, hidden.finish)
     group = external(policy, type(sample)(sample.prompt_ids, [tricked, *sample.completions[1:]]))
-    assert [outcome for _, outcome in judged(policy, group).outcomes] == ["special_ids"]
+    assert outcome(policy, group) == "special_ids"
 
 
 def test_spelled_special_token_is_trained_on(policy, sample):
@@ -266,7 +256,7 @@ def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
     first = sample.completions[0]
     tricked = replace(first, ids=[mark, *first.ids], logprobs=[-1.0, *first.logprobs])
     group = external(policy, replace(sample, completions=[tricked, *sample.completions[1:]]))
-    assert [outcome for _, outcome in judged(policy, group).outcomes] == ["forged_ids"]
+    assert outcome(policy, group) == "forged_ids"
 
 
 def test_group_that_does_not_fit_is_refused_alone(policy, sample):
@@ -344,8 +334,8 @@ def test_an_exception_while_reading_costs_its_group(policy, sample):
 
     fragile = policy.clone()
     object.__setattr__(fragile, "tokenize_completion", panic)
-    assert [outcome for _, outcome in judged(fragile, groups[0]).outcomes] == ["failed"]
-    assert [outcome for _, outcome in judged(fragile, groups[1]).outcomes] == ["used"]
+    assert outcome(fragile, groups[0]) == "failed"
+    assert outcome(fragile, groups[1]) == "used"
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -373,29 +363,17 @@ def test_lost_engine_does_not_refuse_a_group(policy, sample):
 def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
     group = external(policy, sample)
     bad = Completion("x", 1, -1.0, "length", pack_ids([policy.vocab_size]), pack_logprobs([-1.0]))
-    forged = RolloutGroup(
-        group.group.task,
-        group.group.model,
-        group.group.tokenizer,
-        0,
-        0,
-        0,
-        group.group.sampling,
-        [bad, *group.group.completions[1:]],
-    )
-    judgement = judged(
-        policy, ExternalGroup(group.content, group.peer, forged, PROMPT, group.rewards, 0)
-    )
-    assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
+    group.group.completions[0] = bad
+    assert outcome(policy, group) == "untokenizable"
 
 
 def test_logprobs_are_compared_at_the_sender_s_temperature(policy):
     cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
     strict = ExternalChecks(spot_check_tolerance=0.001)
-    assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["used"]
+    assert outcome(policy, group, strict) == "used"
     wrong = external(policy, cool, temperature=2.0)
-    assert [outcome for _, outcome in judged(policy, wrong, strict).outcomes] == ["spot_check"]
+    assert outcome(policy, wrong, strict) == "spot_check"
 
 
 def refusing(liars, batches):

@@ -9,7 +9,6 @@ import torch
 import trio
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.link.server import LinkServer
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
@@ -20,7 +19,7 @@ from swarmnode.tasks.seeds import task_seed
 from swarmnode.trainer.loop import Trainer
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
-from tests.support.network_side import ME, SWARM, NetworkSide
+from tests.support.network_side import ME, SWARM, NetworkSide, run_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -32,20 +31,13 @@ def _fast(monkeypatch):
 
 
 async def train(data_dir, network, sharing=True, held_out=8, **training):
-    (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": data_dir},
-            "training": training,
-            "task": {"held_out_per_task": held_out},
-            "sharing": {"enabled": sharing},
-        }
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        trainer = Trainer(config, Progress())
-        await trio.to_thread.run_sync(trainer.run)
-        nursery.cancel_scope.cancel()
+    settings = {
+        "node": {"data_dir": data_dir},
+        "training": training,
+        "task": {"held_out_per_task": held_out},
+        "sharing": {"enabled": sharing},
+    }
+    await run_trainer(settings, network)
 
 
 async def test_each_phase_is_reported_when_it_begins(tmp_path):

@@ -13,6 +13,7 @@ from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.measurement import Request
 from swarmnode.trainer.measure import measure, open_model
+from tests.support.registered import tasks_restored
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 CPU = PolicyConfig(devices="cpu", threads=1)
@@ -57,16 +58,11 @@ def test_greedy_and_pass_at_k_average_over_questions() -> None:
 def test_no_held_out_row_is_asked_twice(tmp_path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{i}+0=", "answer": "{i}"}}\n' for i in range(30)))
-    before = dict(registry.TASKS)
-    registry.install_datasets({"data/few": DatasetConfig(source=str(rows))}, tmp_path)
-    try:
+    with tasks_restored():
+        registry.install_datasets({"data/few": DatasetConfig(source=str(rows))}, tmp_path)
         request = Request("", [], 20, 2, [1])
         training = TrainingConfig(max_completion_length=4)
         found = measure(load_policy(CPU), Scorer(), "data/few", request, training)
-    finally:
-        registry._TASKS.clear()
-        registry._TASKS.update(before)
-        registry.task_version.cache_clear()
     assert found.questions == 3
 
 

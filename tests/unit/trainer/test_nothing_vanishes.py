@@ -6,23 +6,18 @@ import math
 import msgspec
 import pytest
 import torch
-import trio
 from safetensors import safe_open
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from swarmnode.config import Config
 from swarmnode.errors import StateError
-from swarmnode.link.server import LinkServer
 from swarmnode.observe.health import troubles
 from swarmnode.policy.load import Policy
 from swarmnode.policy.ways import Row
-from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.swarm import rollback
 from swarmnode.trainer import loop, reporting, state
-from swarmnode.trainer.loop import Trainer
-from tests.support.network_side import NetworkSide
+from tests.support.network_side import run_trainer
 from tests.support.snapshots import example
 
 pytestmark = pytest.mark.slow
@@ -37,20 +32,12 @@ def _fast(monkeypatch):
 async def train(data_dir, **training):
     """Train on a task in which more than half of the groups are useful, so that almost every step
     has a useful group."""
-    network = NetworkSide()
-    (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": data_dir},
-            "training": {"groups_per_step": 8, "num_generations": 64, **training},
-            "task": {"names": ["rg/base_conversion"], "held_out_per_task": 2},
-        }
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        await trio.to_thread.run_sync(Trainer(config, Progress()).run)
-        nursery.cancel_scope.cancel()
-    return network
+    settings = {
+        "node": {"data_dir": data_dir},
+        "training": {"groups_per_step": 8, "num_generations": 64, **training},
+        "task": {"names": ["rg/base_conversion"], "held_out_per_task": 2},
+    }
+    return await run_trainer(settings)
 
 
 def health(report):

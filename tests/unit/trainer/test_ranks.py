@@ -11,14 +11,15 @@ import torch
 
 from swarmnode.config import Config
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
-from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer import state
 from swarmnode.trainer.engine import make_whole_policy, open_policy
 from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
+from tests.support.updates import sampled_groups
 
 pytestmark = pytest.mark.slow
 PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
@@ -85,19 +86,11 @@ def fixture(request):
 
 @pytest.fixture(scope="module")
 def groups():
-    return sampled_groups()
+    return own_and_peers()
 
 
-def sampled_groups():
-    """Two own groups and four of peers."""
-    policy = load_policy(configured("cpu").policy)
-    samples = generate(policy, PROMPTS, Sampling(4, 8), policy.random_generator(1))
-    made = [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples]
-    theirs = [
-        TrainingGroup(g.rows, g.sampler_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
-        for n, g in enumerate(made[2:])
-    ]
-    return [*made[:2], *theirs]
+def own_and_peers():
+    return sampled_groups(load_policy(configured("cpu").policy), PROMPTS, own=2)
 
 
 def trained(fixture, groups, ranks):

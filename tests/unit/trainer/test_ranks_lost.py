@@ -7,19 +7,14 @@ import signal
 
 import pytest
 import torch
-import trio
 
-from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost
-from swarmnode.link.server import LinkServer
-from swarmnode.process import Progress
 from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer import update
-from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import Ready, run_rank
-from tests.support.network_side import NetworkSide
-from tests.unit.trainer.test_ranks import Fixture, configured, sampled_groups
+from tests.support.network_side import run_trainer
+from tests.unit.trainer.test_ranks import Fixture, configured, own_and_peers
 
 pytestmark = pytest.mark.slow
 TOKENS = 160
@@ -40,7 +35,7 @@ def small_rank(*arguments):
 
 @pytest.fixture(scope="module")
 def groups():
-    return sampled_groups()
+    return own_and_peers()
 
 
 @pytest.fixture(scope="module")
@@ -94,34 +89,17 @@ def test_rank_that_cannot_load_reports_one_line(fixture):
 
 async def train(data_dir, on_report=None, **training):
     """Run a trainer of two ranks to its end; return its reports."""
-    (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    network = NetworkSide()
-    config = Config.model_validate(
-        {
-            "node": {"data_dir": data_dir},
-            "policy": {"devices": 2, "threads": 1},
-            "training": {"eval_every": 100, "save_every": 1000, **training},
-            "task": {"held_out_per_task": 1},
-            "weights": {"rule": "off"},
-        }
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        trainer = Trainer(config, Progress())
-        if on_report is not None:
-            network.report = lambda report: (
-                network.reports.append(report),
-                on_report(trainer, report),
-            )
-        lost = None
-        try:
-            await trio.to_thread.run_sync(trainer.run)
-        except RankLost as error:
-            lost = error
-        nursery.cancel_scope.cancel()
-    if lost is not None:
-        raise lost
-    return network.reports
+    settings = {
+        "node": {"data_dir": data_dir},
+        "policy": {"devices": 2, "threads": 1},
+        "training": {"eval_every": 100, "save_every": 1000, **training},
+        "task": {"held_out_per_task": 1},
+        "weights": {"rule": "off"},
+    }
+    try:
+        return (await run_trainer(settings, on_report=on_report)).reports
+    except ExceptionGroup as lost:
+        raise lost.exceptions[0] from None
 
 
 def ranks():

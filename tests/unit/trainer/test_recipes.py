@@ -11,7 +11,6 @@ from transformers import Qwen2Config
 
 from swarmnode import settings
 from swarmnode.cli import run
-from swarmnode.config import Config
 from swarmnode.errors import ConfigError, DeviceError
 from swarmnode.install import install_command
 from swarmnode.model_shape import Shape
@@ -180,7 +179,3 @@ def test_too_large_recipe_error_names_a_fitting_one(name, free, also, monkeypatc
         "`swarmnode recipes` lists settings for smaller GPUs, `swarmnode plan` shows what fits"
         in line
     )
-
-
-def test_the_defaults_suit_the_embedded_policy():
-    assert settings.unsuitable_values(Config()) == []

@@ -62,16 +62,6 @@ def test_group_with_one_remaining_completion_is_not_shared():
     assert +Counter(drops.group.statistics().dropped) == {"charset": 1}
 
 
-def test_clean_groups_are_published_whole():
-    drops = TrainerDrops()
-    with capture_logs() as said:
-        found = experience(["4", "5"], [1.0, 0.0], drops)
-    assert [c.text for c in found.messages[0].completions] == ["4", "5"]
-    assert not [line for line in said if "reason" in line]
-    assert drops.group.statistics().kept == 1
-    assert not any(drops.group.statistics().dropped.values())
-
-
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
 
 

@@ -4,16 +4,11 @@ import threading
 
 import pytest
 import torch
-import trio
 
-from swarmnode.config import Config
-from swarmnode.link.server import LinkServer
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import Policy
-from swarmnode.process import Progress
 from swarmnode.trainer import loop
-from swarmnode.trainer.loop import Trainer
-from tests.support.network_side import NetworkSide
+from tests.support.network_side import run_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -23,26 +18,13 @@ def _one_thread():
 
 async def train(data_dir, *, on_report=None, node=None, **training):
     """Run a trainer to its end; returns its reports."""
-    (data_dir / "run").mkdir(exist_ok=True, parents=True)
     settings = {
         "node": {"data_dir": data_dir, **(node or {})},
         "training": training,
         "task": {"held_out_per_task": 1},
+        "weights": {"rule": "off"},
     }
-    network = NetworkSide()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, network).run)
-        trainer = Trainer(
-            Config.model_validate({"weights": {"rule": "off"}, **settings}), Progress()
-        )
-        if on_report is not None:
-            network.report = lambda report: (
-                network.reports.append(report),
-                on_report(trainer, report),
-            )
-        await trio.to_thread.run_sync(trainer.run)
-        nursery.cancel_scope.cancel()
-    return network.reports
+    return (await run_trainer(settings, on_report=on_report)).reports
 
 
 class Allocator:

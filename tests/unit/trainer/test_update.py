@@ -14,8 +14,8 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer import update as module
 from swarmnode.trainer.update import Updater, normalizer, trained
+from tests.support.updates import small_device
 
 PROMPTS = [
     "What is 3 + 4?",
@@ -40,12 +40,16 @@ def rows(base):
     return assemble([own, replace(theirs, weights=[0.9] * 4, peer="p")], "grpo")
 
 
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+
+
 def after(base, rows, tokens=10_000, **keys):
     policy = base.clone()
     cfg = TrainingConfig(**keys)
     updater = Updater(policy, cfg, MicroBatcher(tokens))
     statistics = updater.update(rows)
-    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]), statistics
+    return flat(policy), statistics
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
@@ -72,24 +76,12 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded(base, rows):
 
 
 def test_a_batch_without_a_signal_moves_nothing(base, rows):
-    start = torch.cat([p.detach().flatten() for p in base.trainable_parameters()])
+    start = flat(base)
     silent = copy.copy(rows)
     object.__setattr__(silent, "advantages", torch.zeros_like(rows.advantages))
     end, done = after(base, silent)
     assert (done.stepped, done.skipped) == (False, "no_signal")
     assert torch.equal(start, end)
-
-
-def small_device(monkeypatch, tokens):
-    """Simulate a device with room for at most `tokens` padded tokens."""
-    real = module.completion_logprobs
-
-    def limited(policy, batch, temperature):
-        if batch.padded_tokens > tokens:
-            raise torch.OutOfMemoryError("simulated")
-        return real(policy, batch, temperature)
-
-    monkeypatch.setattr(module, "completion_logprobs", limited)
 
 
 @pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
@@ -107,11 +99,11 @@ def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
     ]
     batch = assemble(sorted(groups, key=lambda group: group.peer), "grpo")
     whole, _ = after(base, batch)
-    small_device(monkeypatch, 110)
+    small_device(monkeypatch, 110, 110)
     policy = base.clone()
     own, external = MicroBatcher(10_000), MicroBatcher(10_000)
     Updater(policy, TrainingConfig(), own, external=external).update(batch)
-    small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+    small = flat(policy)
     assert (own.statistics().oom_retries > 0) == (peers[1] == "")
     assert (external.statistics().oom_retries > 0) == (peers[1] == "p")
     # where a gradient is almost 0, the direction of Adam's first step of 3e-4 is random
@@ -137,14 +129,15 @@ def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
         for at, rewards, peer in ((0, [1.0, 0.0, 0.0, 1.0], ""), (4, [0.0, 1.0, 0.0, 0.0], "p"))
     )
     expected, _ = after(base, assemble([ours, theirs], "grpo"))
-    small_device(monkeypatch, max(len(p) + len(c) for p, c, *_ in rows.rows) * 4)
+    most = 4 * max(len(p) + len(c) for p, c, *_ in rows.rows)
+    small_device(monkeypatch, most, most)
     policy = base.clone()
     batcher = MicroBatcher(10_000)
     updater = Updater(policy, TrainingConfig(), batcher)
     done = updater.update(assemble([ours, third, theirs], "grpo"))
     assert done.stepped
     assert done.refused == {1: "too_large"}
-    got = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+    got = flat(policy)
     assert float((got - expected).abs().mean()) < 1e-6
     assert batcher.tokens == 10_000
 
@@ -163,10 +156,6 @@ def test_masked_completions_are_neither_trained_on_nor_counted(base, rows):
     tokens = [len(completion) for _, completion, *_ in rows.rows]
     assert normalizer(cut, TrainingConfig()) == sum(tokens) - tokens[0] - tokens[5]
     assert normalizer(cut, TrainingConfig(loss_type="grpo")) == 8
-
-
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

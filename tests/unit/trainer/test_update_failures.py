@@ -8,13 +8,13 @@ import torch
 
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError
-from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
-from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer import update as module
 from swarmnode.trainer.update import Updater
+from tests.support.updates import sampled_groups, small_device
 
 PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
 
@@ -28,13 +28,7 @@ def base():
 @pytest.fixture(scope="module")
 def groups(base):
     """An own group and three of peers."""
-    samples = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
-    made = [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples]
-    theirs = [
-        TrainingGroup(g.rows, g.sampler_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
-        for n, g in enumerate(made[1:])
-    ]
-    return [made[0], *theirs]
+    return sampled_groups(base, PROMPTS, own=1)
 
 
 def updated(base, groups, **keys):
@@ -151,18 +145,6 @@ def test_an_exception_of_our_own_rows_is_raised(base, groups, monkeypatch):
 
 
 # ---- own rows ------------------------------------------------------------------------------------
-
-
-def small_device(monkeypatch, plain, recomputed):
-    """A device with a limit of tokens per row, and another limit with activation checkpointing."""
-    real = module.completion_logprobs
-
-    def limited(policy, batch, temperature):
-        if batch.padded_tokens > (recomputed if batch.recompute else plain):
-            raise torch.OutOfMemoryError("simulated: out of memory")
-        return real(policy, batch, temperature)
-
-    monkeypatch.setattr(module, "completion_logprobs", limited)
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,14 @@ class Made(TrainerHalf):
         self.between()
         assert not [m for m in self.said if isinstance(m, local.SwapEnded) and m.session == session]
 
+    def advance(self, when, partner):
+        """Begin an exchange and stop where it is `copied`, `examined` or `prepared`."""
+        if when == "copied":
+            self.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
+            self.settle()
+        else:
+            (self.fetched if when == "examined" else self.exchange)(partner)
+
     def solo(self, fragment):
         self.replica.receive(local.SoloStep(fragment, BLOCKS))
         self.settle()
@@ -156,13 +164,7 @@ def test_a_kill_before_the_commit_loses_the_exchange_whole(when, made, tmp_path)
     a.step()
     partner.step(seed=2)
     before = a.weights()
-    if when == "copied":
-        a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
-        a.settle()
-    elif when == "examined":
-        a.fetched(partner)
-    else:
-        a.exchange(partner)
+    a.advance(when, partner)
     a.save(tmp_path / "s")
     b.load(tmp_path / "s")
     assert identical(b.weights(), before)
@@ -185,13 +187,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     before = a.weights()
-    if when == "copied":
-        a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
-        a.settle()
-    elif when == "examined":
-        a.fetched(partner)
-    else:
-        a.exchange(partner)
+    a.advance(when, partner)
     a.replica.receive(local.DropSwap(SESSION))
     assert not a.between()
     assert not a.between()
