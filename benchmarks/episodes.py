@@ -49,7 +49,8 @@ from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rollouts.groups import Candidate, ExternalGroup, answers
+from swarmnode.rl.split import AdaptiveSplit
+from swarmnode.rollouts.groups import Candidate, ExternalGroup, answers, is_useful
 from swarmnode.rollouts.network.admission import Admission
 from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.rollouts.trainer.judge import judge, judge_until_full
@@ -58,8 +59,6 @@ from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.episodes import answer_all, judged_text
-from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.envelope import peer_id, seal
@@ -135,11 +134,11 @@ class Node:
         self.policy = load_policy(config.policy)
         self.counters = Counters(peer=self.peer, swarm=swarm.hex())
         self.engine = make_whole_policy(config, self.policy, self.counters, lambda message: None)
-        self.plan = StepPlan(config.training, config.sharing, self.counters)
+        self.split = AdaptiveSplit(config.training.groups_per_step, shares=config.sharing.enabled)
         names = config.task.names
         self.sampler = Sampler(
             config.training,
-            Questions(names, self.counters),
+            names,
             self.engine,
             scorer,
             self.policy.random_generator(1009 * seed + index),
@@ -161,19 +160,19 @@ class Node:
         """Take one step of the trainer's loop and return the groups that it publishes."""
         training = self.config.training
         wall, cpu = time.monotonic(), time.process_time()
-        experience = self.sampler(self.plan.own_groups)
+        experience = self.sampler(self.split.own_groups)
         self.sampling_wall += time.monotonic() - wall
         self.sampling_cpu += time.process_time() - cpu
         judged = lambda groups: judge(
             groups, self.engine.text, self.engine.score, training.temperature
         )
-        judgement, left = judge_until_full(self.pool, self.plan.external_room, judged)
-        self.pool = left[: self.plan.groups]
+        judgement, left = judge_until_full(self.pool, self.split.external_room, judged)
+        self.pool = left[: self.split.batch]
         rows = assemble([*experience.trained, *judgement.accepted], training.advantage)
         result = self.engine.update(rows)
         self.judged.update(outcome for _, outcome in judgement.outcomes)
         self.external_groups += len(judgement.accepted)
-        self.plan.observe(judgement.accepted)
+        self.split.observe(sum(is_useful(group.rewards) for group in judgement.accepted))
         self.counters.step += 1
         self.counters.policy_version += result.stepped
         played = experience.played

@@ -42,6 +42,7 @@ from benchmarks.lib.report import (
 from benchmarks.lib.simulator import single_thread
 from swarmnode.config import Config, DatasetConfig
 from swarmnode.policy.load import Policy
+from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.tasks.client import Scorer
@@ -49,8 +50,6 @@ from swarmnode.tasks.registry import install_datasets
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.learning import LEAST, LearningWatch
-from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.reporting import completion_lengths
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
@@ -156,10 +155,10 @@ def run(
     if cell.task not in start:
         start[cell.task] = evaluate(engine, config, scorer)
     started = time.process_time()
-    plan = StepPlan(training, config.sharing, counters)
+    split = AdaptiveSplit(training.groups_per_step, shares=config.sharing.enabled)
     sampler = Sampler(
         training,
-        Questions(names, counters),
+        names,
         engine,
         scorer,
         policy.random_generator(cell.seed),
@@ -167,7 +166,7 @@ def run(
     )
     steps = []
     for _ in range(cell.steps):
-        experience = sampler(plan.own_groups)
+        experience = sampler(split.own_groups)
         fresh = experience.trained
         result = engine.update(assemble(fresh, training.advantage))
         counters.step += 1

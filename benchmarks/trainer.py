@@ -57,7 +57,6 @@ from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
@@ -176,7 +175,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, engine: str) -> Cal
     trained = make_whole_policy(config, policy, counters, send=lambda message: None)
     sampler = Sampler(
         training,
-        Questions(case.tasks, counters),
+        case.tasks,
         trained,
         scorer,
         policy.random_generator(case.seed),

@@ -93,3 +93,9 @@ class PeerTimeout(PeerError):
 
 class Incompatible(PeerError):
     """Raised if a peer belongs to another swarm, wire version or policy."""
+
+
+BY_EXIT_CODE: dict[int, type[SwarmNodeError]] = {
+    kind.exit_code: kind for kind in (ConfigError, Refused, DeviceError, Unavailable)
+}
+"""Exit code of a child process → the error that this process raises."""

@@ -48,6 +48,14 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
     sync_directory(path.parent)
 
 
+def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file atomically, see `write_atomically`. Raises Unavailable."""
+    try:
+        write_atomically(path, data, mode)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
+
+
 def make_readable(directory: Path) -> None:
     """Let other users read a directory and its content, for an export.
 

@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 
 from swarmnode import model_defaults
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
-from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.files import write_atomically
+from swarmnode.errors import ConfigError
+from swarmnode.files import write_file
 from swarmnode.gguf import is_gguf
 
 ENV_PREFIX = "SWARMNODE_"
@@ -147,10 +147,7 @@ def save(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
             for key in sorted(values)
             if key.rpartition(".")[0] == section
         ]
-    try:
-        write_atomically(path, ("\n".join(lines) + "\n").encode())
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
+    write_file(path, ("\n".join(lines) + "\n").encode())
     return path
 
 

@@ -201,7 +201,8 @@ class TurnNode:
             threading.Event(),
         )
         if own_groups is not None:
-            self.loop._plan._split = FixedSplit(config.training.groups_per_step, own_groups)
+            split = FixedSplit(config.training.groups_per_step, own_groups)
+            self.loop._split = self.loop._external._split = split
         self.elsewhere = 0.0
         """CPU seconds within this node's turn that other nodes spent on its groups."""
 

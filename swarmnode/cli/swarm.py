@@ -219,7 +219,7 @@ def _confirm_successor(draft: Draft, yes: bool) -> list[str]:
     from swarmnode.swarm.successor import differences
 
     before = draft.before.manifest if draft.before is not None else draft.manifest
-    changes = [str(difference) for difference in differences(before, draft.manifest)]
+    changes = differences(before, draft.manifest)
     if not changes:
         raise ConfigError(
             f"init: this successor of {before.name!r} would change nothing: add options, e.g. --set"
@@ -316,11 +316,7 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
 
     opened = _current(data_dir)
     successor = manifest_store.ManifestStore(data_dir).successor(opened)
-    changes = (
-        [str(difference) for difference in differences(opened.manifest, successor.manifest)]
-        if successor is not None
-        else []
-    )
+    changes = differences(opened.manifest, successor.manifest) if successor is not None else []
     result = {
         "swarm": opened.swarm.hex(),
         "invite": str(membership.make_invite(opened)) if opened.manifest.bootstrap else "",

@@ -17,8 +17,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from swarmnode.errors import Unavailable
-from swarmnode.files import read_private, write_atomically
+from swarmnode.files import read_private, write_file
 from swarmnode.p2p import pem
 
 log = logging.getLogger("swarmnode.p2p.identity")
@@ -62,10 +61,7 @@ def load_or_create(path: Path) -> Identity:
     if data is not None:
         return from_key(pem.read_key(data, path))
     key = Ed25519PrivateKey.generate()
-    try:
-        write_atomically(path, pem.write_key(key), mode=0o600)
-    except OSError as error:
-        raise Unavailable(f"cannot write the identity file {path}: {error.strerror}") from error
+    write_file(path, pem.write_key(key))
     made = from_key(key)
     if any((path.parent / name).exists() for name in EARLIER_RUN_FILES):
         log.warning(KEY_LOST_WARNING, path, made.peer_id)

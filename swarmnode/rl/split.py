@@ -34,16 +34,13 @@ class AdaptiveSplit:
     Args:
         batch: Groups per step, B.
         smoothed: Average s of an earlier process.
-
-    Raises:
-        ValueError: The batch is smaller than 1.
+        shares: False if the node trains on its own groups only.
     """
 
-    def __init__(self, batch: int, smoothed: float = 0.0) -> None:
-        if batch < 1:
-            raise ValueError(f"batch must be >= 1, not {batch}")
+    def __init__(self, batch: int, smoothed: float = 0.0, *, shares: bool = True) -> None:
         self.batch = batch
         self.smoothed = smoothed
+        self._shares = shares
         """Average number of useful external groups that a step was trained on, s."""
 
     def observe(self, used: int) -> None:
@@ -57,7 +54,7 @@ class AdaptiveSplit:
     @property
     def external_room(self) -> int:
         """Largest number of external groups in the next step, J."""
-        return self.batch - floor_groups(self.batch)
+        return self.batch - floor_groups(self.batch) if self._shares else 0
 
     @property
     def own_groups(self) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from swarmnode import settings
 from swarmnode.config import Config, TaskConfig
-from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
-from swarmnode.files import PUBLIC_FILE, write_atomically
+from swarmnode.errors import BY_EXIT_CODE, Unavailable
+from swarmnode.files import PUBLIC_FILE, write_file
 from swarmnode.swarm.card import FILE, CardTask, card
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks.registry import task_version
@@ -30,9 +30,6 @@ CARD_SETTINGS = (
     "training.top_p",
 )
 """Settings that a model card lists."""
-CHILD_ERRORS = {
-    kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
-}
 
 
 def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
@@ -62,16 +59,13 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     )
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not lines:
-        raise CHILD_ERRORS.get(done.returncode, Unavailable)(
+        raise BY_EXIT_CODE.get(done.returncode, Unavailable)(
             lines[-1] if lines else f"export ended with {done.returncode}"
         )
     export_info: dict[str, object] = json.loads(lines[-1])
     terms = {key: settings.value(config, key) for key in CARD_SETTINGS}
-    try:
-        text = card(export_info, card_tasks(config.task), terms)
-        write_atomically(target / FILE, text.encode(), PUBLIC_FILE)
-    except OSError as error:
-        raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
+    text = card(export_info, card_tasks(config.task), terms)
+    write_file(target / FILE, text.encode(), PUBLIC_FILE)
     return export_info
 
 

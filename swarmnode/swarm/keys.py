@@ -15,7 +15,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import ConfigError, Refused, Unavailable
-from swarmnode.files import locked_data_dir, read_private, write_atomically
+from swarmnode.files import locked_data_dir, read_private, write_file
 from swarmnode.p2p import pem
 from swarmnode.wire.envelope import peer_id
 
@@ -52,7 +52,7 @@ def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, 
     with locked_data_dir(data_dir):
         former = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
         if former is None:
-            _write(data_dir / IDENTITY, data)
+            write_file(data_dir / IDENTITY, data)
             return peer, None
         before = peer_id_of(former, data_dir / IDENTITY)
         if before == peer:
@@ -63,7 +63,7 @@ def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, 
                 " and keep a copy of the old one"
             )
         stored_path = _store_former(data_dir, former)
-        _write(data_dir / IDENTITY, data)
+        write_file(data_dir / IDENTITY, data)
         return peer, stored_path
 
 
@@ -78,7 +78,7 @@ def rotate(data_dir: Path) -> tuple[str, str, Path]:
         before = peer_id_of(former, data_dir / IDENTITY)
         stored_path = _store_former(data_dir, former)
         key = Ed25519PrivateKey.generate()
-        _write(data_dir / IDENTITY, pem.write_key(key))
+        write_file(data_dir / IDENTITY, pem.write_key(key))
         return before, peer_id(key.public_key().public_bytes_raw()), stored_path
 
 
@@ -130,11 +130,4 @@ def _write_new(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink()
-        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_atomically(path, data, mode=0o600)
-    except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from swarmnode import settings
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, StateError, Unavailable
-from swarmnode.files import write_atomically
+from swarmnode.files import write_file
 from swarmnode.swarm import manifest
 from swarmnode.swarm.invite import check_addresses
 from swarmnode.swarm.manifest import Change
@@ -78,15 +78,17 @@ class ManifestStore:
 
     def add(self, opened: VerifiedManifest) -> None:
         """Store a manifest."""
-        self._write(f"{opened.swarm.hex()}.manifest", opened.signed)
+        write_file(self.path(opened.swarm), opened.signed)
 
     def choose(self, swarm: bytes) -> None:
         """Use this manifest from now on. A running node restarts with it within seconds."""
-        self._write(CURRENT, f"{swarm.hex()}\n".encode())
+        write_file(self._directory / CURRENT, f"{swarm.hex()}\n".encode())
 
     def save_peers(self, addresses: Sequence[str]) -> None:
         """Store the addresses of an invite for the next start."""
-        self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
+        write_file(
+            self._directory / PEERS, "".join(f"{address}\n" for address in addresses).encode()
+        )
 
     def peers(self) -> list[str]:
         """Return the addresses of the last invite; empty if there are none or they cannot be read,
@@ -158,13 +160,6 @@ class ManifestStore:
             for name in names
             if len(name) == 64 and (opened := self.get(bytes.fromhex(name))) is not None
         ]
-
-    def _write(self, name: str, data: bytes) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomically(self._directory / name, data)
-        except OSError as error:
-            raise Unavailable(f"cannot write {self._directory / name}: {error.strerror}") from None
 
 
 def _rank(opened: VerifiedManifest) -> tuple[int, bytes]:

@@ -24,8 +24,8 @@ import structlog
 
 from swarmnode import settings
 from swarmnode.config import Config
-from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
-from swarmnode.files import locked_data_dir, make_data_dir, read_private, write_atomically
+from swarmnode.errors import BY_EXIT_CODE, BadMessage, ConfigError, Refused, Unavailable
+from swarmnode.files import locked_data_dir, make_data_dir, read_private, write_file
 from swarmnode.install import check_torch
 from swarmnode.model_defaults import EMBEDDED
 from swarmnode.policy import published
@@ -243,7 +243,7 @@ class Membership:
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None:
             secret = os.urandom(limits.SECRET_BYTES)
-            _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
+            write_file(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
         return secret
 
     # ---- joining ---------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Membership:
     def keep_secret(self, secret: bytes) -> None:
         """Write a swarm's secret into the data directory with mode 0600. Raises Unavailable."""
         make_data_dir(self._data_dir)
-        _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
+        write_file(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
 
     def _problems(self, wanted: SwarmManifest, peer: str = "") -> list[str]:
         return can_honour(wanted, self._config, peer, trains=self._trains)
@@ -446,7 +446,7 @@ class Membership:
         with their exit codes."""
         make_data_dir(self._data_dir)
         config_file = self._data_dir / "run" / f"{module.rpartition('.')[2]}.json"
-        _write(config_file, self._config.model_dump_json().encode())
+        write_file(config_file, self._config.model_dump_json().encode())
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, "--config", str(config_file), *arguments],
@@ -462,12 +462,9 @@ class Membership:
             printed: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
             return printed
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
-        if (
-            done.returncode not in kinds
-        ):  # after a crash, because torch is the package that most often fails to load
-            check_torch()
-        raise kinds.get(done.returncode, Unavailable)(
+        if done.returncode not in BY_EXIT_CODE:
+            check_torch()  # after a crash: torch is the package that most often fails to load
+        raise BY_EXIT_CODE.get(done.returncode, Unavailable)(
             last.partition(": ")[2] or done.stderr.strip()[-300:]
         )
 
@@ -480,14 +477,6 @@ def make_invite(opened: VerifiedManifest) -> Invite:
             "the manifest names no bootstrap peer: an invite needs the address of one"
         )
     return Invite(where, opened.swarm)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read. Raises Unavailable."""
-    try:
-        write_atomically(path, data, mode=0o600)
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
 
 
 def _refuse_founding(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -37,27 +36,6 @@ class SuccessorStatistics(msgspec.Struct, frozen=True):
     """1 if a successor is pending."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One difference between a manifest and its successor.
-
-    `before` is None for an addition, `after` for a removal.
-    """
-
-    what: str
-    before: str | None
-    after: str | None
-
-    def __str__(self) -> str:
-        if self.before is None:
-            return f"+ {self.what}: {self.after}"
-        return (
-            f"- {self.what}: {self.before}"
-            if self.after is None
-            else f"~ {self.what}: {self.before} → {self.after}"
-        )
-
-
 def successor_addresses(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
     """Return the bootstrap addresses of a manifest, with those of the founder `peer` replaced by
     its current addresses `own`."""
@@ -68,12 +46,16 @@ def successor_addresses(before: SwarmManifest, peer: str, own: list[str]) -> lis
     return [*(own if founder_addresses else []), *others]
 
 
-def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
-    """Return the differences in the order of a manifest's fields, without signing time and
+def differences(before: SwarmManifest, after: SwarmManifest) -> list[str]:
+    """Return one line per difference in the order of a manifest's fields, without signing time and
     signature."""
     was, now = _described(before), _described(after)
     return [
-        Difference(what, was.get(what), now.get(what))
+        f"+ {what}: {now[what]}"
+        if what not in was
+        else f"- {what}: {was[what]}"
+        if what not in now
+        else f"~ {what}: {was[what]} → {now[what]}"
         for what in dict.fromkeys([*was, *now])
         if was.get(what) != now.get(what)
     ]

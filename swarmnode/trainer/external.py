@@ -9,14 +9,14 @@ from statistics import fmean
 from swarmnode.config import SharingConfig
 from swarmnode.drops import DropTally, TrainerDrops
 from swarmnode.link.client import Link
-from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup
+from swarmnode.rl.split import AdaptiveSplit
+from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup, is_useful
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.trainer.engine import Engine
-from swarmnode.trainer.plan import StepPlan
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids
 
@@ -32,7 +32,7 @@ class ExternalGroups:
         self,
         link: Link,
         engine: Engine,
-        plan: StepPlan,
+        split: AdaptiveSplit,
         sharing: SharingConfig,
         temperature: float,
         drops: DropTally | None = None,
@@ -40,7 +40,7 @@ class ExternalGroups:
     ) -> None:
         self._link = link
         self._engine = engine
-        self._plan = plan
+        self._split = split
         self._sharing = sharing
         self._temperature = temperature
         self._rescore = rescore
@@ -60,7 +60,7 @@ class ExternalGroups:
     def pull(self, policy_version: int) -> Judgement:
         """Request peers' groups and judge them until the step's room is full. Call `learnt`
         afterwards."""
-        room = self._plan.external_room
+        room = self._split.external_room
 
         def request(count: int) -> list[ExternalGroup]:
             if count > 0:
@@ -70,7 +70,7 @@ class ExternalGroups:
         # A reserve replaces groups that will be refused; waiting groups are subtracted.
         arrived = request(room + reserve(room) - len(self._backlog))
         judgement, left = judge_until_full(self._backlog + arrived, room, self._judge, request)
-        self._backlog = left[: self._plan.groups]
+        self._backlog = left[: self._split.batch]
         return judgement
 
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
@@ -85,7 +85,8 @@ class ExternalGroups:
         )
 
     def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:
-        """Send each group's outcome to the network process.
+        """Send each group's outcome to the network process, and adapt the split to the groups that
+        a step was trained on.
 
         Args:
             refused: Reasons of accepted groups that the update excluded, by their number.
@@ -106,7 +107,11 @@ class ExternalGroups:
                 task=group.group.task.id,
                 detail=judgement.details.get(outcome, ""),
             )
-        return [group for number, group in enumerate(judgement.accepted) if number not in refused]
+        trained = [
+            group for number, group in enumerate(judgement.accepted) if number not in refused
+        ]
+        self._split.observe(sum(is_useful(group.rewards) for group in trained))
+        return trained
 
 
 def rewarded(group: OwnGroup) -> list[Completion]:

@@ -31,6 +31,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.trial import try_once
 from swarmnode.process import Progress
+from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.swarm import rollback
@@ -42,8 +43,6 @@ from swarmnode.trainer.episodes import check_template
 from swarmnode.trainer.evaluate import Evaluation, Size, evaluation_due, forget_other_questions
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.learning import LearningWatch
-from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.rank_pool import on_device
 from swarmnode.trainer.ranks import choose_devices, other_ranks
 from swarmnode.trainer.records import Records, held_out_sample, own_sample, peers_samples
@@ -189,18 +188,19 @@ class Loop:
         self._engine = engine
         self._counters = counters
         self._oom_before = counters.oom_retries_total
-        self._plan = StepPlan(training, sharing, counters)
+        self._split = AdaptiveSplit(
+            training.groups_per_step, counters.useful_per_step, shares=sharing.enabled
+        )
         self._identity = Identity(link, counters, config.swarm.id)
-        self._questions = Questions(config.task.names, counters)
         self._link = link
         self._lost_messages = 0
         check_template(engine.text, scorer, config.task.names)
         self._drops = drops = TrainerDrops()
-        self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
+        self._sampler = Sampler(training, config.task.names, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(
             link,
             engine,
-            self._plan,
+            self._split,
             sharing,
             training.temperature,
             drops.external,
@@ -342,7 +342,7 @@ class Loop:
 
         # sample I groups and score them
         self._reporter.enter("generating")
-        experience = self._sampler(self._plan.own_groups)
+        experience = self._sampler(self._split.own_groups)
         own = [row for group in experience.groups for row in group.rows]
         self._engine.remember([row for group in experience.groups for row in best_rows(group)], own)
         sampled = time.monotonic()
@@ -361,7 +361,7 @@ class Loop:
         first = len(experience.trained)
         refused = {group - first: why for group, why in result.refused.items()}
         external = self._external.learnt(judgement, refused)
-        self._plan.observe(external)
+        self._counters.useful_per_step = self._split.smoothed
         self._count(experience, external, rows, result)
         done = StepResult(experience, external, result, started, sampled, time.monotonic())
         self._report(done, judgement)

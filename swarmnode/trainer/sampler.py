@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
@@ -19,7 +20,8 @@ from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
 from swarmnode.rollouts.trainer.batch import TrainingGroup, own_group
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import (
     Episodes,
@@ -28,7 +30,6 @@ from swarmnode.trainer.episodes import (
     judged_text,
     sampled_tokens,
 )
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES, TOKENS
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
@@ -66,6 +67,16 @@ class PendingQuestion:
     sequence: int
     ref: TaskRef
     prompt: str
+
+
+def next_question(tasks: Sequence[str], counters: Counters) -> tuple[int, TaskRef]:
+    """Return the next number of this node's series of questions, and the question that has it."""
+    sequence = counters.sequence
+    counters.sequence += 1
+    swarm = bytes.fromhex(counters.swarm)
+    name = choose_task(tasks, swarm, counters.peer, sequence)
+    seed, index = task_seed(swarm, counters.peer, sequence, name)
+    return sequence, TaskRef(name, task_version(name), seed, index)
 
 
 def first_version(sample: GroupSample, now: int) -> int:
@@ -116,7 +127,7 @@ class Sampler:
     def __init__(
         self,
         cfg: TrainingConfig,
-        questions: Questions,
+        tasks: Sequence[str],
         engine: Engine,
         scorer: Scorer,
         rng: torch.Generator,
@@ -125,7 +136,7 @@ class Sampler:
     ) -> None:
         self._cfg = cfg
         self._drops = drops or TrainerDrops()
-        self._questions = questions
+        self._tasks = tasks
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
@@ -136,7 +147,7 @@ class Sampler:
                 cfg.max_completion_length,
                 cfg.temperature,
                 cfg.top_p,
-                any(TASKS[name].turns > 1 for name in questions.tasks if name in TASKS),
+                any(TASKS[name].turns > 1 for name in tasks if name in TASKS),
             ),
             rng,
         )
@@ -287,7 +298,7 @@ class Sampler:
         return any(oldest is not None and version - oldest >= MAX_LAG for oldest in versions)
 
     def _ask(self, count: int) -> None:
-        numbered = [self._questions.next() for _ in range(count)]
+        numbered = [next_question(self._tasks, self._counters) for _ in range(count)]
         questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
         for (sequence, ref), question in zip(numbered, questions, strict=True):
             if not isinstance(question, Scored):

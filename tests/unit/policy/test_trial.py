@@ -29,7 +29,6 @@ from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from tests.support.model_zoo import LEARNED_POSITIONS, LONG_ROPE_FROM, build
@@ -182,9 +181,8 @@ def sampler_of(opened, every):
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
     config = Config(policy=cfg, training=training, weights=WeightsConfig(rule="off"))
     engine = make_whole_policy(config, policy.clone(), counters, lambda message: None)
-    questions = Questions(["rg/gcd"], counters)
     rng = policy.random_generator(0)
-    return Sampler(training, questions, engine, Asks(every), rng, counters)
+    return Sampler(training, ["rg/gcd"], engine, Asks(every), rng, counters)
 
 
 def test_a_question_longer_than_the_context_is_not_asked(opened):

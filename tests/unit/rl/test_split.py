@@ -68,9 +68,9 @@ def test_floor_is_a_share_rounded_up_and_at_least_one():
     assert [floor_groups(1), floor_groups(2), floor_groups(5), floor_groups(8)] == [1, 1, 2, 2]
 
 
-def test_impossible_splits_are_refused():
-    with pytest.raises(ValueError):
-        AdaptiveSplit(0)
+def test_a_node_that_shares_nothing_samples_the_whole_batch():
+    split = AdaptiveSplit(8, smoothed=20.0, shares=False)
+    assert (split.own_groups, split.external_room) == (8, 0)
 
 
 def test_the_split_needs_no_torch():

@@ -16,7 +16,6 @@ from swarmnode.rollouts.groups import actions
 from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.evaluate import Evaluation
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy, SharedGeneration
 from swarmnode.trainer.sampler import MAX_LAG, Sampler
@@ -78,7 +77,7 @@ class Node:
         )
         self.sampler = Sampler(
             config.training,
-            Questions([WALK], self.counters),
+            [WALK],
             self.engine,
             scorer,
             policy.random_generator(0),

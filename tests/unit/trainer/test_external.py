@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.config import SharingConfig
+from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import Judgement
 from swarmnode.trainer import external as module
 from swarmnode.trainer.external import ExternalGroups
-from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.state import Counters
 from swarmnode.wire.tensors import pack_ids
 from tests.support.groups import external_group
 
@@ -35,10 +34,10 @@ class Link:
 
 
 def external(room, *answers, **sharing):
-    plan = SimpleNamespace(external_room=room, groups=8)
+    split = SimpleNamespace(external_room=room, batch=8, observe=lambda used: None)
     link = Link(*answers)
     return ExternalGroups(
-        link, SimpleNamespace(text=None, score=None), plan, SharingConfig(**sharing), 1.0
+        link, SimpleNamespace(text=None, score=None), split, SharingConfig(**sharing), 1.0
     ), link
 
 
@@ -117,13 +116,13 @@ def test_own_sampling_falls_with_used_groups_only(refused, sampled):
         *drawn("honest", "honest", "honest2", *"abcdefgh"),
         external_group("honest3", 20, rewards=[1.0, 1.0]),
     ]
-    plan = StepPlan(TrainingConfig(groups_per_step=8), SharingConfig(), Counters())
+    split = AdaptiveSplit(8)
     link = Link(*[arrive, []] * 20)
     groups = ExternalGroups(
-        link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0
+        link, SimpleNamespace(text=None, score=None), split, SharingConfig(), 1.0
     )
     for _ in range(20):
         judgement = groups.pull(policy_version=0)
         assert len(judgement.accepted) == 4
-        plan.observe(groups.learnt(judgement, refused))
-    assert plan.own_groups == sampled
+        groups.learnt(judgement, refused)
+    assert split.own_groups == sampled

@@ -10,7 +10,6 @@ from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
 
@@ -49,7 +48,7 @@ def trained():
     )
     sampler = Sampler(
         training,
-        Questions(["rg/gcd"], counters),
+        ["rg/gcd"],
         engine,
         EverySecond(),
         policy.random_generator(0),

@@ -10,7 +10,6 @@ from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics
 from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.tasks.client import Scored
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import DYNAMIC_FACTOR, MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
 
@@ -92,7 +91,7 @@ class Slow:
 
 def sampled(every, count=4, **training):
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
-    cfg, questions = TrainingConfig(num_generations=2, **training), Questions(NAMES, counters)
+    cfg, questions = TrainingConfig(num_generations=2, **training), NAMES
     sampler = Sampler(cfg, questions, Policy(), Verdicts(every), torch.Generator(), counters)
     return sampler(count), counters
 
@@ -133,7 +132,7 @@ def test_step_waits_for_groups_that_would_become_stale():
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     sampler = Sampler(
         TrainingConfig(num_generations=2),
-        Questions(NAMES, counters),
+        NAMES,
         engine,
         Verdicts(1),
         torch.Generator(),
@@ -161,8 +160,5 @@ def test_failed_questions_do_not_block_a_step():
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])
     assert (
-        Sampler(
-            TrainingConfig(), Questions(NAMES, counters), engine, mute, torch.Generator(), counters
-        )(4).groups
-        == []
+        Sampler(TrainingConfig(), NAMES, engine, mute, torch.Generator(), counters)(4).groups == []
     )

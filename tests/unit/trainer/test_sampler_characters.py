@@ -13,7 +13,6 @@ from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.policy.text import PolicyText
 from swarmnode.tasks.frames import Scored
-from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from tools.build_tiny import build_tokenizer
@@ -36,7 +35,7 @@ def experience(texts, rewards, drops=None):
         ]
     )
     counters = Counters(peer=PEER, swarm="00" * 32)
-    cfg, questions = TrainingConfig(num_generations=len(texts)), Questions(["rg/gcd"], counters)
+    cfg, questions = TrainingConfig(num_generations=len(texts)), ["rg/gcd"]
     drops = TrainerDrops() if drops is None else drops
     return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
 
@@ -93,7 +92,7 @@ def answered(text, answers, seen, drops=None):
         ),
     )
     counters = Counters(peer=PEER, swarm="00" * 32)
-    cfg, questions = TrainingConfig(num_generations=len(answers)), Questions(["rg/gcd"], counters)
+    cfg, questions = TrainingConfig(num_generations=len(answers)), ["rg/gcd"]
     scorer = SimpleNamespace(score_many=score_many)
     drops = TrainerDrops() if drops is None else drops
     return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
