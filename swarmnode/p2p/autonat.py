@@ -113,7 +113,6 @@ class ReachabilityCheck:
         ports: listening ports other than on loopback; empty if there is none.
         changed: called with each new verdict.
         rng: random source.
-        least_scope: peers that see this node with a narrower scope are not asked.
     """
 
     def __init__(
@@ -123,10 +122,8 @@ class ReachabilityCheck:
         ports: list[int],
         changed: Callable[[Reachability], None],
         rng: random.Random,
-        least_scope: int = PRIVATE,
     ) -> None:
         self.ports = ports
-        self.least_scope = least_scope
         self.verdict: Reachability = "unknown"
         self.own_address: Address | None = None
         """The address at which peers see this node, with its own port; None while unknown."""
@@ -197,11 +194,7 @@ class ReachabilityCheck:
         """Exclude peers with a hole-punched connection: the router admits them while it may block
         every other peer."""
         seen = self._connections.observed(peer)
-        return (
-            seen is not None
-            and seen.scope >= self.least_scope
-            and not self._connections.is_punched(peer)
-        )
+        return seen is not None and seen.scope >= PRIVATE and not self._connections.is_punched(peer)
 
     async def _ask(self, stream: Stream) -> tuple[bool, Address | None]:
         """Return (the peer reports success, the address at which it sees this node). Raises

@@ -107,7 +107,7 @@ def load_policy(
     embeddings = model.get_input_embeddings().get_parameter("weight")
     device = embeddings.device if placement.spread else placement.device
     accelerator = make_accelerator(placement)
-    eos_ids = end_tokens(cfg, model, tokenizer)
+    eos_ids = end_tokens(cfg, model.generation_config, tokenizer)
     eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
     vocab_size, unused_ids = vocabulary(tokenizer, embeddings.shape[0])
     trained = add_adapter(cfg, model) if cfg.lora.r else model
@@ -454,17 +454,6 @@ def make_accelerator(placement: Placement) -> Accelerator:
     return accelerator
 
 
-def end_tokens(
-    cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> frozenset[int]:
-    """Return the tokens that end a completion: those of tokenizer and generation config together.
-
-    Raises:
-        Unavailable: Neither of them names one.
-    """
-    return collect_end_tokens(cfg, model.generation_config, tokenizer)
-
-
 def configured_ends(
     cfg: PolicyConfig, directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
@@ -473,12 +462,17 @@ def configured_ends(
         generation = GenerationConfig.from_pretrained(directory)
     except OSError:  # without one, transformers derives it from the model's config
         generation = GenerationConfig.from_model_config(config)
-    return collect_end_tokens(cfg, generation, tokenizer)
+    return end_tokens(cfg, generation, tokenizer)
 
 
-def collect_end_tokens(
-    cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+def end_tokens(
+    cfg: PolicyConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
+    """Return the tokens that end a completion: those of tokenizer and generation config together.
+
+    Raises:
+        Unavailable: Neither of them names one.
+    """
     configured = getattr(generation, "eos_token_id", None)
     found = {
         tokenizer.eos_token_id,

@@ -14,8 +14,6 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141)
 """Common memory sizes of GPUs, in GB."""
 CARD_BYTES = 10**9
 """Usable bytes per nominal GB. A GPU has slightly more, and its driver uses some of it."""
-LORA_RANK = 16
-"""Rank of the adapters in the plan."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,12 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
+
+import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.latest import Latest
@@ -192,31 +195,43 @@ def _take_step(run: EpisodeRun, action: str) -> tuple[str, Value, bool]:
 
 def score_runs(runs: Sequence[EpisodeRun], weights: Mapping[str, float], prompt: str) -> Scored:
     """Return the result of a question's episodes: rewards and components of those that ended."""
+    scored = score_values(
+        prompt,
+        [partial(sum_rewards, run.values if run.done and not run.error else []) for run in runs],
+        weights,
+    )
+    failed = [run.error for run in runs if run.error]
+    return msgspec.structs.replace(
+        scored,
+        errors=scored.errors + len(failed),
+        error=scored.error or "".join(failed[-1:]),
+        episodes=[Episode(run.observations, run.done) for run in runs],
+    )
+
+
+def score_values(
+    prompt: str, values: Iterable[Callable[[], Value]], weights: Mapping[str, float]
+) -> Scored:
+    """Return rewards and components of a question's completions, each from a function that returns
+    its value. A completion whose function raises or returns no valid value has the reward 0."""
     rewards, components, errors, last = list[float](), list[dict[str, float]](), 0, ""
     names = frozenset[str]()
-    for run in runs:
-        reward, parts = 0.0, dict[str, float]()
-        error = run.error
-        if run.done and not error:
-            try:
-                value = sum_rewards(run.values)
-                reward, parts = own.total_reward(value, weights)
-                own_names = own.component_names(value)
-                if names and own_names and names != own_names:
-                    raise ValueError(
-                        f"components {', '.join(sorted(own_names))} differ from those of another"
-                        " completion of this question"
-                    )
-                names = names or own_names
-            except (Exception, SystemExit) as raised:  # noqa: BLE001
-                reward, parts, error = 0.0, {}, owner_code.one_line(raised)
-        errors, last = errors + bool(error), error or last
+    for value_of in values:
+        try:
+            value = value_of()
+            reward, parts = own.total_reward(value, weights)
+            found = own.component_names(value)
+            if names and found and names != found:
+                raise ValueError(
+                    f"components {', '.join(sorted(found))} differ from those of another"
+                    " completion of this question"
+                )
+            names = names or found
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            reward, parts, errors, last = 0.0, {}, errors + 1, owner_code.one_line(error)
         rewards.append(reward)
         components.append(parts)
-    episodes = [Episode(run.observations, run.done) for run in runs]
-    return Scored(
-        prompt, rewards, errors, last, components if any(components) else [], episodes=episodes
-    )
+    return Scored(prompt, rewards, errors, last, components if any(components) else [])
 
 
 def sum_rewards(values: Sequence[Value]) -> Value:

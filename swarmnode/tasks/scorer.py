@@ -37,7 +37,7 @@ from swarmnode.tasks import (
     verifiers,
 )
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.episodes import Player, check_episode
+from swarmnode.tasks.episodes import Player, check_episode, score_values
 from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.registry import TASKS, TaskSpec, changed_settings, install
 
@@ -130,25 +130,11 @@ def judge(
         item = item_at(question.task, question.seed, question.index)
     except (Exception, SystemExit) as error:  # only the owner's code raises  # noqa: BLE001
         return frames.Scored("", [0.0] * len(question.answers), 0, owner_code.one_line(error))
-    rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
-    names = frozenset[str]()
-    for answer in question.answers:
-        try:
-            value = 0.0 if answer is None else item.reward(answer)
-            reward, parts = own.total_reward(value, weights)
-            found = own.component_names(value)
-            if names and found and names != found:
-                raise ValueError(
-                    f"components {', '.join(sorted(found))} differ from those of another answer"
-                )
-            names = names or found
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            reward, parts, errors, last = 0.0, {}, errors + 1, owner_code.one_line(error)
-        rewards.append(reward)
-        components.append(parts)
-    scored = frames.Scored(
-        item.prompt, rewards, errors, last, components if any(components) else []
-    )
+    values = [
+        lambda answer=answer: 0.0 if answer is None else item.reward(answer)
+        for answer in question.answers
+    ]
+    scored = score_values(item.prompt, values, weights)
     if question.reveal:
         return msgspec.structs.replace(
             scored, answer=item.answer, arguments=[*item.arguments], row=item.row

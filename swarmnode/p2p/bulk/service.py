@@ -67,8 +67,6 @@ class BulkStatistics(msgspec.Struct, frozen=True):
     stalled, withdrawn, failed."""
     received_bytes: int = 0
     """Bytes that arrived, including chunks that were refused afterwards."""
-    bandwidth: dict[str, float] = {}
-    """Moving average of bytes per second by peer; at most BANDWIDTH_PEERS."""
     offers: int = 0
     fetching: int = 0
     serving: int = 0
@@ -181,7 +179,6 @@ class Libp2pBulk:
             fetched=dict(self._outcomes),
             served=dict(self._server.outcomes),
             received_bytes=self._received_bytes,
-            bandwidth=self._bandwidth.snapshot(),
             offers=len(self._server.offers),
             fetching=len(self._slots),
             serving=self._server.active,
@@ -304,10 +301,6 @@ class BandwidthEstimates:
     def deadline(self, peer: str, count: int) -> float:
         """Return the seconds that `count` bytes from `peer` may take."""
         return count / self.estimate(peer) * DEADLINE_FACTOR + DEADLINE_SLACK_SECONDS
-
-    def snapshot(self) -> dict[str, float]:
-        """Return the estimates by peer, the most recently measured peer last."""
-        return dict(self._peers)
 
 
 def _outcome(error: PeerError) -> str:
