@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import trio
 
 from swarmnode.config import Config
 from swarmnode.daemon.member import open_member
-from swarmnode.daemon.node import node_info
+from swarmnode.daemon.node import main, node_info
 from swarmnode.daemon.observer import NodeObserver, ObservedParts
 from swarmnode.daemon.presence import send_heartbeats, wait_for_stop_signal, write_addresses
 from swarmnode.errors import ConfigError
-from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.budget import Meter
-from swarmnode.process import Progress, die_with_parent, run_main
+from swarmnode.process import Progress, run_main
 
 
 async def run(config: Config, progress: Progress) -> None:
@@ -66,14 +64,5 @@ async def run(config: Config, progress: Progress) -> None:
             nursery.cancel_scope.cancel()
 
 
-def main() -> int:
-    die_with_parent()
-    progress = Progress()
-    config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    logs.configure(config.log, "network", data_dir=config.node.data_dir)
-    trio.run(run, config, progress)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(run_main("swarmnode bootstrap", main))
+    sys.exit(run_main("swarmnode bootstrap", partial(main, run)))

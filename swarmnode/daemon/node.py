@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def _pause(meter: Meter) -> str:
     return next((reason for reason in PAUSES if paused[reason]), "")
 
 
-def main() -> int:
+def main(run: Callable[[Config, Progress], Awaitable[None]] = run) -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())

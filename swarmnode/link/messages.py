@@ -110,11 +110,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     own_gap: float | None = None
     """Mean |Δ log-probability| of the own tokens between the sampling policy and the trained
     policy, in nats; None in a crew."""
-    generation_lag: float | None = None
-    """Number of updates between the first token of an own group and the step that trained on it,
-    averaged over the step's groups."""
-    generation_rows: float | None = None
-    """Tokens sampled per decoding step, averaged over the last step."""
     episodes_total: int = 0
     """Number of completed training episodes."""
     episode_turns: float | None = None

@@ -220,7 +220,7 @@ class SharedGeneration:
         """Rank by finished request that another request will follow: its engine keeps the row."""
         self._new: dict[int, list[Request]] = {rank: [] for rank in pool.others}
         self._cancelled: dict[int, list[int]] = {rank: [] for rank in pool.others}
-        self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
+        self._statistics = {rank: GenerationStatistics(0) for rank in pool.others}
         self._seconds = dict.fromkeys(range(pool.count), 0.0)
         """Seconds spent on sampling, by rank."""
         self._tokens = dict.fromkeys(range(pool.count), 0)
@@ -306,9 +306,4 @@ class SharedGeneration:
     def statistics(self) -> GenerationStatistics:
         all_ = [self._own.statistics(), *self._statistics.values()]
         versions = [each.oldest for each in all_ if each.oldest is not None]
-        return GenerationStatistics(
-            max(each.steps for each in all_),
-            sum(each.tokens for each in all_),
-            len(self._asked),
-            min(versions, default=None),
-        )
+        return GenerationStatistics(len(self._asked), min(versions, default=None))

@@ -167,8 +167,6 @@ def measures(done: StepResult) -> dict[str, Any]:
         "generate_seconds": sampling,
         "train_seconds": done.ended - done.sampled,
         "tokens_per_second": made.tokens / max(done.ended - done.started, 1e-9),
-        "generation_lag": _mean([float(lag) for lag in made.lags]),
-        "generation_rows": made.rows,
         "reward_own": _mean([r for g in own for r in g.rewards]),
         "reward_external": _mean([r for g in external for r in g.rewards]),
         "own_groups": len(own),

@@ -14,7 +14,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
-from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.engine.protocol import FinishedRequest, Request
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
@@ -111,8 +111,6 @@ class Experience:
     answers."""
     trained: list[TrainingGroup] = field(default_factory=list)
     """Groups that the step trains on: all groups, or the useful ones with dynamic sampling."""
-    rows: float | None = None
-    """Mean number of tokens per decoding step."""
     played: EpisodeTotals = field(default_factory=EpisodeTotals)
     """Totals of the episodes of this sampling."""
 
@@ -167,7 +165,7 @@ class Sampler:
         Raises:
             Unavailable: All questions are too long for the model.
         """
-        before, played = self._generation.statistics(), replace(self._episodes.totals)
+        played = replace(self._episodes.totals)
         made = Experience()
         self._sample(count, made)
         made.trained = made.groups
@@ -180,14 +178,8 @@ class Sampler:
                     break
                 sampled += more
                 self._sample(more, made)
-        made.rows = self._rows_since(before)
         made.played = self._episodes.totals - played
         return made
-
-    def _rows_since(self, before: GenerationStatistics) -> float | None:
-        now = self._generation.statistics()
-        steps = now.steps - before.steps
-        return (now.tokens - before.tokens) / steps if steps > 0 else None
 
     def _sample(self, count: int, made: Experience) -> None:
         """Sample and score `count` groups, and add them to `made`."""

@@ -104,8 +104,6 @@ def example_at(t: float) -> NodeSnapshot:
         external_groups=4,
         effective_own=0.99,
         effective_external=0.93,
-        generation_lag=0.9,
-        generation_rows=41.0,
         episodes_total=steps * 16,
         episode_turns=5.5,
         environment_share=0.12,

@@ -106,8 +106,6 @@ class Continuous:
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
         """(n, V) logits of the next token of every active row."""
-        self._steps = 0
-        self._tokens = 0
 
     def submit(self, request: Request) -> None:
         prompt_ids = self._policy.prompt_ids(request.prompt)
@@ -170,9 +168,7 @@ class Continuous:
 
     def statistics(self) -> GenerationStatistics:
         versions = [group.since for group in self._groups.values() if group.since is not None]
-        return GenerationStatistics(
-            self._steps, self._tokens, len(self._groups), min(versions, default=None)
-        )
+        return GenerationStatistics(len(self._groups), min(versions, default=None))
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -246,8 +242,6 @@ class Continuous:
             group.since = version if group.since is None else group.since
             if token in self._policy.eos_ids or len(row.ids) == group.most:
                 ended.append(slot)
-        self._steps += 1
-        self._tokens += len(tokens)
         for slot in ended:
             self._keep(slot)
         done = [self._end(self._active[slot]) for slot in ended]

@@ -31,8 +31,6 @@ class Lockstep:
         self._generate = generate
         self._check = check
         self._waiting: dict[int, Request] = {}
-        self._steps = 0
-        self._tokens = 0
 
     def submit(self, request: Request) -> None:
         self._check(request.prompt)
@@ -53,9 +51,6 @@ class Lockstep:
                 FinishedRequest(request.number, sample)
                 for request, sample in zip(alike, samples, strict=True)
             ]
-            lengths = [len(c.ids) for sample in samples for c in sample.completions]
-            self._steps += max(lengths, default=0)
-            self._tokens += sum(lengths)
         self._waiting.clear()
         return done
 
@@ -68,4 +63,4 @@ class Lockstep:
         return 0
 
     def statistics(self) -> GenerationStatistics:
-        return GenerationStatistics(self._steps, self._tokens, len(self._waiting))
+        return GenerationStatistics(len(self._waiting))

@@ -42,12 +42,8 @@ class FinishedRequest:
 
 @dataclass(frozen=True)
 class GenerationStatistics:
-    """Totals since the engine was built, and its unfinished requests."""
+    """Unfinished requests of an engine."""
 
-    steps: int
-    """Number of decoding steps. It does not grow in an engine that has stopped."""
-    tokens: int
-    """Number of sampled tokens, including unfinished completions."""
     unfinished: int
     """Number of unfinished requests."""
     oldest: int | None = None

@@ -147,12 +147,8 @@ class ServerFirst:
         return present.ahead(count) if present is not None else 0
 
     def statistics(self) -> GenerationStatistics:
-        """Return statistics whose steps and tokens count only the own engine."""
-        own = self.own.statistics() if self.own is not None else GenerationStatistics(0, 0, 0)
-        if self._served is None:
-            return own
-        served = self._served.statistics()
-        return GenerationStatistics(own.steps, own.tokens, served.unfinished, served.oldest)
+        engine = self._served or self.own
+        return engine.statistics() if engine is not None else GenerationStatistics(0)
 
     # ---- additional methods ----------------------------------------------------------------------
 
@@ -444,7 +440,7 @@ class Served:
 
     def statistics(self) -> GenerationStatistics:
         since = [each.since for each in self._asked.values() if each.since is not None]
-        return GenerationStatistics(0, 0, len(self._asked), min(since, default=None))
+        return GenerationStatistics(len(self._asked), min(since, default=None))
 
     def close(self) -> None:
         """Stop sending requests, without waiting for those in progress."""

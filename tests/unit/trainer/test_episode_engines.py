@@ -227,7 +227,7 @@ class Own:
         return []
 
     def statistics(self):
-        return GenerationStatistics(0, 0, 0)
+        return GenerationStatistics(0)
 
 
 def test_later_turns_go_to_the_rank_of_their_rows():

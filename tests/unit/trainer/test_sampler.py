@@ -86,7 +86,7 @@ class Slow:
         oldest = min(
             (self.since[number] for number in self.waiting if number in self.since), default=None
         )
-        return GenerationStatistics(0, 0, len(self.waiting), oldest)
+        return GenerationStatistics(len(self.waiting), oldest)
 
 
 def sampled(every, count=4, **training):
