@@ -7,6 +7,7 @@ import importlib.resources
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,8 @@ def tasks(monkeypatch):
     known = {REF.id: SimpleNamespace(turns=TURNS)}
     monkeypatch.setattr(module, "TASKS", known)
     monkeypatch.setattr(sampler_module, "TASKS", known)
+    numbers = count()
+    monkeypatch.setattr(sampler_module, "next_question", lambda *_: (next(numbers), REF))
 
 
 class Walk:
@@ -136,14 +139,10 @@ def finished(episodes, engine, number=0):
 
 
 def sampler_of(policy, engine, scorer, drops=None, generations=4):
-    questions = SimpleNamespace(
-        tasks=[REF.id],
-        next=iter([(n, REF) for n in range(9)]).__next__,
-    )
     cfg = TrainingConfig(num_generations=generations, max_completion_length=6)
     return Sampler(
         cfg,
-        questions,
+        [REF.id],
         SimpleNamespace(text=policy, generation=lambda sampling, rng: engine),
         scorer,
         policy.random_generator(0),
