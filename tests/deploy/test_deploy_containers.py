@@ -28,14 +28,14 @@ def tool(name):
     return path
 
 
-def clean(name, *arguments, cwd=ROOT):
+def clean(name, *arguments):
     result = subprocess.run(
         [tool(name), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        cwd=cwd,
+        cwd=ROOT,
     )
     return result.returncode, result.stdout + result.stderr
 
@@ -139,18 +139,12 @@ def test_grafana_provisioning_paths_match():
     assert source["url"].strip("${}") in grafana["environment"]
 
 
-def test_prometheus_accepts_the_compose_configuration(tmp_path):
-    text = (ROOT / "docker" / "prometheus.yml").read_text()
-    config = tmp_path / "prometheus.yml"
-    config.write_text(
-        text.replace("/etc/prometheus/rules.yml", str(ROOT / "deploy" / "prometheus" / "rules.yml"))
-    )
-    code, output = clean("promtool", "check", "config", config)
-    assert code == 0, output
-    jobs = {job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]}
-    assert jobs == set(
-        re.findall(r'job="(\w+)"', (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
-    )
+def test_rules_name_the_jobs_of_the_compose_configuration():
+    """tests/deploy/test_alert_delivery.py runs Prometheus with this configuration."""
+    config = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    assert jobs == set(re.findall(r'job="(\w+)"', rules))
 
 
 def test_kubernetes_accepts_the_manifests():

@@ -77,11 +77,9 @@ def names_in(expressions: list[str]) -> set[str]:
     }
 
 
-def promtool(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def promtool(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     assert PROMTOOL is not None
-    return subprocess.run(
-        [PROMTOOL, *arguments], input=stdin, capture_output=True, timeout=60, check=False
-    )
+    return subprocess.run([PROMTOOL, *arguments], capture_output=True, timeout=60, check=False)
 
 
 def test_every_named_metric_exists() -> None:

@@ -23,6 +23,7 @@ from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo, limits_of
+from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
@@ -133,12 +134,6 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
         )
         await quiet()
         assert all(not member.runtime.caches for member in crew.members)
-
-
-async def quiet():
-    """Until every frame that is under way has been handled."""
-    for _ in range(100):
-        await trio.lowlevel.checkpoint()
 
 
 async def sampled(model, layers, settings=EXACT, **keys):

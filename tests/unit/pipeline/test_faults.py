@@ -33,6 +33,7 @@ from swarmnode.stages.trainer.head import MAX_REFUSALS, Wave, WorkRefused
 from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo
+from tests.support.lost_stages import quiet
 
 SECONDS = 60.0
 CFG = TrainingConfig()
@@ -68,12 +69,6 @@ async def four(models, policy, kind="llama", layers=(1, 1, 1, 1), settings=EXACT
         assert all(member.participant.step == 0 for member in crew.members)
         assert all(p.grad is None for p in crew.head.runtime.parameters())
         assert crew.head.fault is None or not crew.head.usable
-
-
-async def quiet(rounds=200):
-    """Until every frame on its way has been handled."""
-    for _ in range(rounds):
-        await trio.lowlevel.checkpoint()
 
 
 def ignores(member, kind):

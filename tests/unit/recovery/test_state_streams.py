@@ -44,17 +44,13 @@ from swarmnode.stages.trainer.stage_checkpoints import (
 from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.stages.trainer.state_exchange import MAX_BAD_MESSAGES, StateExchange
 from tests.support.crew import run_inline
+from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
 IDENTITY = CheckpointIdentity("cc" * 32, (1, 2, 1))
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=64)
 SETTINGS = RecoverySettings(seconds=5.0, neighbour_seconds=5.0)
-
-
-async def quiet():
-    for _ in range(100):
-        await trio.lowlevel.checkpoint()
 
 
 class Member:
