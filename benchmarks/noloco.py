@@ -367,7 +367,7 @@ class Swarm:
             codec, _ = parse(payload, piece, fragment=fragment, anchor=anchor.hash)
             self.judged[f"sent in {codec}"] += 1
         else:
-            payload = encode(tensors, piece, codec, fragment=fragment, anchor=anchor)
+            payload = b"".join(encode(tensors, piece, codec, fragment=fragment, anchor=anchor))
         self.sent += len(payload) / elements(self.layout) / REPLICAS
         return decode(payload, piece, codec, fragment=fragment, anchor=anchor)
 

@@ -40,7 +40,7 @@ def amounts(*values):
 def check_block(lineage, layers, stage, step, _where):
     """Check a held block (section 2.1)."""
     require(len(lineage) == BYTES["record_hash"])
-    require(1 <= len(layers) <= COUNTS["crew_members"] and 0 <= stage < len(layers))
+    require(1 <= len(layers) <= COUNTS["stages"] and 0 <= stage < len(layers))
     require(all(1 <= count <= COUNTS["layers"] for count in layers))
     counter(step)
 
@@ -50,7 +50,7 @@ def check_record(record):
     require(all(len(record[field]) == BYTES["record_hash"] for field in ("lineage", "model")))
     require(len(record["nonce"]) == BYTES["crew_nonce"])
     counter(record["step"])
-    require(1 <= len(record["members"]) <= COUNTS["crew_members"])
+    require(1 <= len(record["members"]) <= COUNTS["stages"])
     for peer, layers in record["members"]:
         name(peer, BYTES["peer_id"])
         require(1 <= layers <= COUNTS["layers"])

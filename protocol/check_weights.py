@@ -24,7 +24,7 @@ def read_weights(frame, cap, shapes):
 def weights_fingerprint(layout, fragments, adapter, **hashes):
     hashes = {name: bytes.fromhex(value) for name, value in hashes.items()}
     given = {**hashes, "layout": sorted(layout), "p": fragments, "adapter": adapter}
-    return [TEXT.fingerprint(**given).hex(), TEXT.state_fingerprint(**given).hex()]
+    return TEXT.fingerprint(**given).hex()
 
 
 def weights_fragments(layout, fragments):
@@ -48,7 +48,7 @@ def weights_int8(elements, body):
 READERS = {
     "weights": lambda frame, domain, swarm: read_weights(frame, "weights_message", WEIGHTS),
     "weights_state": lambda frame, domain, swarm: read_weights(
-        frame, "weights_state_response", WEIGHTS_STATE
+        frame, "weights_message", WEIGHTS_STATE
     ),
 }
 DERIVATIONS = {

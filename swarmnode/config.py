@@ -380,20 +380,10 @@ class TrainingConfig(Section):
     """Nucleus sampling. 1: off."""
     learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0, le=10)
     """Learning rate of AdamW. The default depends on the model."""
-    options: list[
-        Literal[
-            "dynamic_sampling",
-            "mask_truncated",
-            "lockstep",
-            "continuous",
-            "tis",
-            "icepop",
-        ]
-    ] = []
+    options: list[Literal["dynamic_sampling", "mask_truncated", "lockstep", "continuous"]] = []
     """Any of these. Sampling: `dynamic_sampling` samples until the step's own groups have a signal;
     `lockstep` or `continuous` sets the engine, which otherwise is `continuous` for episodes and
-    answers of more than 32 tokens. `mask_truncated` excludes cut completions. Correction for a
-    sampling policy that differs: `tis` (the default) or `icepop`."""
+    answers of more than 32 tokens. `mask_truncated` excludes cut completions."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
@@ -420,14 +410,10 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> TrainingConfig:
-        for one, other in (
-            ("lockstep", "continuous"),
-            ("tis", "icepop"),
-        ):
-            if one in self.options and other in self.options:
-                raise ValueError(
-                    f"training.options: {one} and {other} are two ways to do one thing: choose one"
-                )
+        if {"lockstep", "continuous"} <= set(self.options):
+            raise ValueError(
+                "training.options: lockstep and continuous are two ways to do one thing: choose one"
+            )
         return self
 
 

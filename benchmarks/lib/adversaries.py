@@ -38,11 +38,12 @@ from swarmnode.tasks.scorer import GymTask
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.trainer.gate import norm
 from swarmnode.wire.codec import encode
-from swarmnode.wire.envelope import peer_id, seal, sign, unseal
+from swarmnode.wire.envelope import peer_id, seal, sign
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.limits import GROUP_BYTES
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from tests.support.unseal import unseal
 
 FRAMES_PER_ROUND = 8
 """Frames of one adversary per round, the most that an honest node sends."""

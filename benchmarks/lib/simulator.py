@@ -214,7 +214,9 @@ class Averaging:
         slow = self.outer.slow(list(snapshot))
         found = self.gate.examine(peer, snapshot, theirs, moved=norm(snapshot, minus=slow.phi))
         losses: list[Losses | None] = []
-        if found.mean is not None and not self.probe.measure(snapshot, found.mean, losses.append):
+        if found.mean is None:
+            judged = GateDecision(found.refusal)
+        elif not self.probe.measure(snapshot, found.mean, losses.append):
             judged = GateDecision("local")
         else:
             judged = self.gate.conclude(found, *losses)

@@ -33,7 +33,6 @@ from swarmnode.stages.crew_messages import (
 )
 from swarmnode.stages.network.crew_service import REQUEST_TIMEOUT
 from swarmnode.stages.network.stream_proxy import OPEN_SECONDS, PARK_SECONDS, STREAM_REFUSALS
-from swarmnode.stages.specs import MAX_MEMBERS
 from swarmnode.stages.stage_frames import CHUNK_BYTES, FENCE_REASONS, FRAME_REASONS
 from swarmnode.stages.state_messages import STATE_REASONS
 from swarmnode.tasks import seeds
@@ -53,8 +52,6 @@ HEAD = """\
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "bytes": {
         "weights_message": weights.MESSAGE_BYTES,
-        "weights_state_request": weights.STATE_REQUEST_BYTES,
-        "weights_state_response": weights.STATE_BYTES,
         "swap": weights.ID_BYTES,
         "crews_message": MESSAGE_BYTES,
         "crew": HASH_BYTES,
@@ -68,7 +65,6 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
         "block_bits": seeds.BLOCK_BITS,
         "fragments": weights.FRAGMENTS,
         "blocks": weights.BLOCKS,
-        "crew_members": MAX_MEMBERS,
         "held_blocks": MAX_HELD_BLOCKS,
         "layers": MAX_LAYERS,
     },

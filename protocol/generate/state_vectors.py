@@ -118,12 +118,12 @@ def messages() -> Iterator[Vector]:
             "a run with a description that no micro-batch has",
             {**RUN, "about": 48 * (tokens + 16) + 1},
         ),
-        ("bounds", "a checkpoint of stage 64", {**WANT, "of": 64}),
+        ("bounds", "a checkpoint of stage 8", {**WANT, "of": 8}),
         ("bounds", "the rest of a checkpoint without its root", {**WANT, "at": 5}),
         ("bounds", "layers from byte 1 on", {**WANT, "what": "layers", "at": 1, "root": ROOT}),
         ("bounds", "a chunk of nothing", message("chunk", at=0, length=0)),
         ("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1)),
-        ("bounds", "state of stage 64", {**HAVE, "place": [CREW, 64, 40]}),
+        ("bounds", "state of stage 8", {**HAVE, "place": [CREW, 8, 40]}),
         ("bounds", "a squared norm below 0", {**HAVE, "squared_norm": -1.0}),
     ):
         yield wrong(reason, name, framed(header))

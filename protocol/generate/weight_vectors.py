@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import SWARM, Vector, derived, encoded, refusals
-from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
+from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 
@@ -56,11 +56,13 @@ def messages() -> Iterator[Vector]:
 def states() -> Iterator[Vector]:
     response = {"type": "state_response", "outer_step": 31, "transfer": TRANSFER, "root": ROOT}
     response["size"] = 1_000_000
-    for message in ({"type": "state_request", "fingerprint": FINGERPRINT}, response):
+    request = {"type": "state_request", "fingerprint": FINGERPRINT, "blocks": b"\x3d"}
+    for message in (request, response):
         yield encoded(str(message["type"]), "weights_state", message)
     yield from refusals(
         "weights_state",
         ("bounds", "a state of no bytes", {**response, "size": 0}),
+        ("bounds", "no blocks", {**request, "blocks": b""}),
         ("oversize", "257 bytes of a state", bytes(257)),
     )
 
@@ -72,10 +74,7 @@ def derivations() -> Iterator[Vector]:
         plain = adapter and [adapter.r, adapter.alpha, list(adapter.target_modules)]
         given = {"swarm": SWARM.hex(), "base": ROOT.hex(), "tokenizer": TRANSFER.hex()}
         given |= {"layout": TENSORS, "fragments": 3, "adapter": plain}
-        output = [
-            of(SWARM, ROOT, TRANSFER, layout, 3, adapter).hex()
-            for of in (fingerprint, state_fingerprint)
-        ]
+        output = fingerprint(SWARM, ROOT, TRANSFER, layout, 3, adapter).hex()
         yield derived(f"fingerprint {number}", "weights_fingerprint", given, output)
     for count, tensors in ((1, TENSORS), (2, TENSORS), (3, TENSORS), (3, TENSORS[2:3])):
         held = make_layout((name, shape, dtype) for name, shape, dtype in tensors)

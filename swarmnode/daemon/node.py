@@ -76,7 +76,6 @@ async def run(config: Config, progress: Progress) -> None:
             ),
             config.sharing,
             allows=meter.allows,
-            version_of=network.neighbours.version_of,
         )
         known = known_peers(config.stages.trust, member.opened)
         crew = StageService(

@@ -24,7 +24,8 @@ from swarmnode.stages.network.crew_service import StageService, StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.weights.network.service import WeightService, WeightsStatistics
+from swarmnode.weights.network.service import WeightService
+from swarmnode.weights.network.swaps import WeightsStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Summary
 

@@ -20,11 +20,12 @@ import psutil
 
 from swarmnode.config import Config
 from swarmnode.errors import Unavailable
-from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.link.messages import Report
 from swarmnode.observe import client
 from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.samples import Sample, displayable, newest
 from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.weights.local import WeightsReport
 
 STATUS_TIMEOUT_SECONDS = 2.0
 SAMPLES = 1000

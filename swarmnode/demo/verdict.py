@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnode.demo.nodes import rise_of
-from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.weights.local import WeightsReport
 
 ACCEPTED_OUTCOMES = ("accepted", "clipped", "lagging")
 """Outcomes of swaps in which the node used the partner's weights."""

@@ -1,8 +1,8 @@
-"""The trainer's end of the link: a thread that owns the socket, so that a step never waits for the
-network.
+"""The trainer's end of the link: two threads that own the socket, so that a step never waits for
+the network. One connects and reads, the other writes.
 
 Outgoing messages are queued; the bounded queue drops the oldest when the network process is away.
-Incoming groups wait until the next step takes them. The thread reconnects without a limit; without
+Incoming groups wait until the next step takes them. The reader reconnects without a limit; without
 a network process the trainer trains alone.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_trainer
-from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, ToNetwork, ToTrainer, Welcome
+from swarmnode.link.messages import Hello, ToNetwork, ToTrainer, Welcome
+from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup
 from swarmnode.stages import crew_messages
 from swarmnode.weights import local
 
@@ -74,9 +74,8 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._outbox.wake()
-        self._thread.join(timeout=5.0)
         self._outbox.close()
+        self._thread.join(timeout=5.0)
 
     def welcome(self, seconds: float) -> Welcome | None:
         """Return the network process's welcome; None if it has not arrived within `seconds`."""
@@ -110,7 +109,7 @@ class Link:
     def statistics(self) -> LinkStatistics:
         return LinkStatistics(self._inbox.connected, self._connections, self._outbox.dropped)
 
-    # ---- the thread ------------------------------------------------------------------------------
+    # ---- the threads -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         last_error = ""
@@ -140,40 +139,32 @@ class Link:
                 time.sleep(RETRY_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        unpacker = Unpacker(to_trainer)
-        unsent = memoryview(pack(self._hello()))
+        """Read messages until the connection ends or this link is closed."""
+        connection.sendall(pack(self._hello()))
         self._connections += 1
         self._inbox.connect()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._outbox, selectors.EVENT_READ)
-            selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            while not self._closing or unsent or self._outbox:
-                for key, events in selector.select(timeout=1.0):
-                    if key.fileobj is self._outbox:
-                        self._outbox.drain_wakeups()
-                    elif events & selectors.EVENT_READ:
-                        data = connection.recv(READ_BYTES)
-                        if not data:
-                            return
-                        for message in unpacker.feed(data):
-                            self._receive(message)
-                unsent = self._write(connection, unsent)
-                want_write = selectors.EVENT_WRITE if unsent else 0
-                selector.modify(connection, selectors.EVENT_READ | want_write)
+        ended = threading.Event()
+        writer = threading.Thread(target=self._write, args=(connection, ended), daemon=True)
+        writer.start()
+        unpacker = Unpacker(to_trainer)
+        try:
+            while data := connection.recv(READ_BYTES):
+                for message in unpacker.feed(data):
+                    self._receive(message)
+        finally:
+            ended.set()
+            self._outbox.wake()
+            with contextlib.suppress(OSError):  # ends a write that waits
+                connection.shutdown(socket.SHUT_RDWR)
+            writer.join()
 
-    def _write(self, connection: socket.socket, unsent: memoryview) -> memoryview:
-        """Write without blocking; returns the rest of a partially written frame."""
-        while True:
-            if not unsent:
-                frame = self._outbox.pop()
-                if frame is None:
-                    return unsent
-                unsent = memoryview(frame)
-            try:
-                unsent = unsent[connection.send(unsent) :]
-            except BlockingIOError:
-                return unsent
+    def _write(self, connection: socket.socket, ended: threading.Event) -> None:
+        """Write queued frames until the connection has ended, or all are written and this link is
+        closed."""
+        with contextlib.suppress(OSError):
+            while (frame := self._outbox.pop(ended)) is not None:
+                connection.sendall(frame)
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _receive(self, message: ToTrainer) -> None:
         if isinstance(message, Welcome | Drawn):
@@ -185,22 +176,13 @@ class Link:
 
 
 class Outbox:
-    """Frames for the link's thread, which a pipe wakes. `put` may be called in any thread."""
+    """Frames for the link's writer. `put` may be called in any thread."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self._frames: deque[bytes] = deque()
+        self._writing = self._closed = False
         self._changed = threading.Condition()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        os.set_blocking(self._wake_read, False)
-
-    def __bool__(self) -> bool:
-        return bool(self._frames)
-
-    def fileno(self) -> int:
-        """Return the descriptor for a selector; readable when there may be work."""
-        return self._wake_read
 
     def put(self, frame: bytes) -> None:
         with self._changed:
@@ -208,31 +190,34 @@ class Outbox:
                 self._frames.popleft()
                 self.dropped += 1
             self._frames.append(frame)
-        self.wake()
-
-    def pop(self) -> bytes | None:
-        """Return the next frame; None if all frames have been sent."""
-        with self._changed:
-            if self._frames:
-                return self._frames.popleft()
             self._changed.notify_all()
-            return None
+
+    def pop(self, ended: threading.Event) -> bytes | None:
+        """Wait for the next frame; None when the connection has ended, or if all frames are written
+        and the link is closed. The frame before counts as written."""
+        with self._changed:
+            self._writing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._frames or self._closed or ended.is_set())
+            if not self._frames or ended.is_set():
+                return None
+            self._writing = True
+            return self._frames.popleft()
 
     def flush(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not self._frames, timeout=seconds)
+            return self._changed.wait_for(
+                lambda: not self._frames and not self._writing, timeout=seconds
+            )
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
-
-    def drain_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Inbox:

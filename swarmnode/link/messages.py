@@ -10,25 +10,11 @@ import msgspec
 
 from swarmnode.drops import DropCounts
 from swarmnode.policy.engine.vllm import ServerStatistics
-from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.stages import crew_messages
 from swarmnode.stages.crew_messages import FromTrainer
 from swarmnode.weights import local
 from swarmnode.weights.local import WeightsReport
-
-__all__ = [
-    "FRAME_BYTES",
-    "Draw",
-    "Drawn",
-    "ExternalGroup",
-    "Hello",
-    "Judged",
-    "OwnGroup",
-    "Report",
-    "ToNetwork",
-    "ToTrainer",
-    "Welcome",
-]
 
 FRAME_BYTES = 64 * 2**20
 

@@ -11,7 +11,8 @@ import trio
 
 from swarmnode.files import unix_listener
 from swarmnode.link.frames import SOCKET, FrameError, Unpacker, pack, to_network
-from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
+from swarmnode.link.messages import Hello, Report, ToNetwork, Welcome
+from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.stages.crew_messages import (
     FromTrainer,
     StageFault,

@@ -28,7 +28,7 @@ from swarmnode.rollouts.network.exchange import ExchangeStatistics
 from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.network.service import WeightsStatistics
+from swarmnode.weights.network.swaps import WeightsStatistics
 
 
 class NodeInfo(msgspec.Struct, frozen=True):

@@ -292,11 +292,6 @@ class Neighbours:
 
     # -- what was learned
 
-    def version_of(self, peer: str) -> str:
-        """Return the swarmnode version in the latest summary of `peer`; empty if there is none."""
-        claim = self._claims.get(peer)
-        return "" if claim is None else claim.summary.version
-
     def statistics(self) -> SummaryStatistics:
         """Return the swarm as its nodes describe themselves."""
         now = self._clock()

@@ -7,18 +7,13 @@ log-probabilities give no weight: they are checked only (`spot_check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 
-Correction = Literal["tis", "icepop"]
 CAP = 2.0
-"""Largest weight of `tis` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training": 2)."""
-BAND = (0.5, 5.0)
-"""Range of ratios outside of which `icepop` gives weight 0 (Ling Team, "Every Step Evolves", arXiv
-2510.18855 §3.2)."""
+"""Largest weight (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training": 2)."""
 
 BURST_DRIFT = 2.0
 """Surprise above the entropy that is normal for text of a policy that was trained separately, nats
@@ -32,34 +27,22 @@ sampling would almost never produce. Without this bound a peer could teach a mar
 checks. With 1e-2, learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
 
 
-def own_correction(options: Collection[str]) -> Correction:
-    """Return the correction for own completions that `training.options` names, by default `tis`.
-
-    The sampler is the same policy in another kernel, so ratios are near 1, where both corrections
-    are nearly exact. Truncation keeps the gradient of outliers.
-    """
-    return "icepop" if "icepop" in options else "tis"
-
-
 def importance_weights(
-    now: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, kind: Correction
+    now: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Return importance weights (N, T), without gradient: bounded ratios of the present policy to
-    the sampler. They are 0 on padding and where a ratio is not finite.
+    """Return importance weights (N, T), without gradient: ratios of the present policy to the
+    sampler, truncated at CAP. They are 0 on padding and where a ratio is not finite.
+
+    The sampler is the same policy in another kernel, so ratios are near 1, where truncation is
+    nearly exact and keeps the gradient of outliers.
 
     Args:
         now, sampler: Log-probabilities (N, T), nats.
         mask: (N, T).
-        kind: `tis` truncates at CAP, `icepop` masks outside BAND.
     """
     inside = mask.bool()
     log_ratio = (now.detach().float() - sampler.float()).masked_fill(~inside, 0.0)
-    ratio = torch.exp(log_ratio)
-    weights = (
-        ratio.clamp(max=CAP)
-        if kind == "tis"
-        else ratio.masked_fill((ratio < BAND[0]) | (ratio > BAND[1]), 0.0)
-    )
+    weights = torch.exp(log_ratio).clamp(max=CAP)
     return weights.masked_fill(~inside | ~torch.isfinite(log_ratio), 0.0)
 
 

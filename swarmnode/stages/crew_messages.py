@@ -13,7 +13,8 @@ from typing import Final, Literal
 import msgspec
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages.specs import MAX_MEMBERS, ModelCost
+from swarmnode.stages.specs import ModelCost
+from swarmnode.stages.stage_frames import MAX_STAGES
 from swarmnode.wire import strict
 from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_name
 from swarmnode.wire.limits import PEER_ID_BYTES
@@ -29,7 +30,7 @@ BASE_WAIT_SECONDS: Final = 600.0
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
 MAX_LAYERS: Final = 1024
-MAX_HELD_BLOCKS: Final = 4 * MAX_MEMBERS
+MAX_HELD_BLOCKS: Final = 4 * MAX_STAGES
 """Maximum number of held blocks in one offer."""
 RECORD_DOMAIN: Final = b"swarmnode/crew-record/1"
 MAX_AMOUNT: Final = 1e30
@@ -308,11 +309,6 @@ CrewAnswer = NotedAnswer | AcceptAnswer | RefuseAnswer | AliveAnswer
 CrewMessage = CrewRequest | CrewAnswer
 
 
-def encode_message(message: CrewMessage) -> bytes:
-    """Return the bytes of a crew message."""
-    return strict.encode(message)
-
-
 def decode_request(data: bytes) -> CrewRequest:
     """Decode and check a request.
 
@@ -357,14 +353,14 @@ def check_message(message: CrewMessage) -> None:
             check_between("held_blocks", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
             for held in message.held_blocks:
                 check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-                check_between("layers", len(held.layers), 1, MAX_MEMBERS)
+                check_between("layers", len(held.layers), 1, MAX_STAGES)
                 check_between("stage", held.stage, 0, len(held.layers) - 1)
                 for count in held.layers:
                     check_between("layers", count, 1, MAX_LAYERS)
         case ProposeRequest():
             record = message.record
             check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-            check_between("members", len(record.members), 1, MAX_MEMBERS)
+            check_between("members", len(record.members), 1, MAX_STAGES)
             for member in record.members:
                 check_name("peer", member.peer, PEER_ID_BYTES)
                 check_between("layers", member.layers, 1, MAX_LAYERS)
@@ -382,27 +378,19 @@ def check_message(message: CrewMessage) -> None:
 # stream belongs to the trainers.
 
 OPEN_BYTES: Final = 512
-"""Maximum number of bytes of an encoded SocketOpen, StreamOpen or StreamReady."""
+"""Maximum number of bytes of an encoded StreamOpen or StreamReady."""
 StreamKind = Literal["frames", "state"]
 """`frames`: activations and the step commit. `state`: checkpoints."""
 
 
-class SocketOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer → network process on the Unix socket: the first and only message of a connection.
-
-    The connection then carries the stream to the trainer of `stage`, both ways. The network process
-    closes it when the stream is lost, when the crew ends, and when the trainer opens the same
-    stream again.
-    """
-
-    crew: bytes
-    stage: int
-    """The other stage."""
-    kind: StreamKind
-
-
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dialler → acceptor: the first message of a stream."""
+    """The first message of a stream: dialler → acceptor.
+
+    Also trainer → network process, the first and only message of a connection on the Unix socket.
+    The connection then carries the stream to the trainer of `to_stage`, both ways. The network
+    process closes it when the stream is lost, when the crew ends, and when the trainer opens the
+    same stream again.
+    """
 
     crew: bytes
     from_stage: int

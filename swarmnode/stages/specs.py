@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.stages.stage_frames import Purpose
@@ -220,9 +220,6 @@ def backward_hop(route: Route, sender: int, stage: int) -> int | None:
 
 
 # Cost of a model's parts: the input of the plan in `crew_plan.py`.
-
-MAX_MEMBERS: Final = 8
-"""Maximum number of members of one crew."""
 
 
 @dataclass(frozen=True)

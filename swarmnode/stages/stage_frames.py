@@ -255,8 +255,6 @@ class FrameLimits(msgspec.Struct, frozen=True):
     """Number of token ids."""
     tokens: int
     """Maximum number of padded tokens of a micro-batch or of a wave's prompts."""
-    waves: int = caps.STAGE_WAITING
-    """Maximum number of waves in flight."""
 
 
 def int8_block(hidden: int) -> int:
@@ -461,7 +459,6 @@ class LossInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalizer: float
     """Normaliser of the whole batch, > 0."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"]
-    correction: Literal["tis", "icepop"]
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -166,11 +166,6 @@ def state_bytes(layout: Layout, form: StateForm) -> int:
     return per_value * elements(layout) + (4 * len(layout) if form == "full" else 0)
 
 
-def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:
-    """Return the bytes of a state message and its body."""
-    return headed.pack(message, body)
-
-
 async def read_state(
     stream: headed.Reader, limits: FrameLimits
 ) -> tuple[AnyStateMessage, bytes] | None:

@@ -19,7 +19,7 @@ import torch
 
 from swarmnode.config import Config, PolicyConfig, ServerSettings, WeightsConfig
 from swarmnode.errors import DeviceError
-from swarmnode.link.messages import CardUse, WeightsReport
+from swarmnode.link.messages import CardUse
 from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.engine.selector import (
@@ -53,6 +53,7 @@ from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.weights import local
+from swarmnode.weights.local import WeightsReport
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import LossProbe
 from swarmnode.weights.trainer.lora import freeze_a

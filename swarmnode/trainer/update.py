@@ -19,7 +19,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.merged import forget_merged
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
-from swarmnode.rl.corrections import effective_share, importance_weights, own_correction
+from swarmnode.rl.corrections import effective_share, importance_weights
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.rollouts.trainer.batch import Rows
@@ -310,9 +310,7 @@ class Updater:
             mask = batch.sampled_mask.to(logprobs.device)
             sampler = _padded([rows.sampler_logprobs[i] for i in indices], logprobs)
             weights = rows.weights[indices].to(logprobs.device).unsqueeze(1)
-            weights = weights * importance_weights(
-                logprobs, sampler, mask, own_correction(self._cfg.options)
-            )
+            weights = weights * importance_weights(logprobs, sampler, mask)
             loss = policy_loss(
                 logprobs,
                 rows.advantages[indices].to(logprobs.device),

@@ -14,14 +14,8 @@ import msgspec
 
 from swarmnode.weights.layout import Layout
 
-WEIGHTS_NAME = "swarmnode/weights"
-"""First item of the hashed array of a swap's fingerprint."""
-STATE_NAME = "swarmnode/weights-state"
-"""First item of the hashed array of a state's fingerprint."""
-ORDINAL = 1
-"""Second item of both arrays: the ordinal of the protocols."""
-
-_encoder = msgspec.msgpack.Encoder()
+NAME, ORDINAL = "swarmnode/weights", 1
+"""First items of the hashed array: the name and the ordinal of the protocol."""
 
 
 class LoraShape(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +35,7 @@ def fingerprint(
     fragments: int,
     lora: LoraShape | None = None,
 ) -> bytes:
-    """Return the fingerprint for swaps: SHA-256 of a msgpack array of all properties in which
-    partners must agree.
+    """Return SHA-256 of a msgpack array of all properties in which partners must agree.
 
     Args:
         swarm, tokenizer: Hashes of 32 bytes.
@@ -54,36 +47,9 @@ def fingerprint(
     Raises:
         ValueError: A hash has another length.
     """
-    return _hashed(
-        WEIGHTS_NAME,
-        (swarm, base, tokenizer),
-        sorted({spec.dtype for spec in layout}),
-        (fragments, lora),
-    )
-
-
-def state_fingerprint(
-    swarm: bytes,
-    base: bytes,
-    tokenizer: bytes,
-    layout: Layout,
-    fragments: int,
-    lora: LoraShape | None = None,
-) -> bytes:
-    """Return the fingerprint for states. It covers the whole layout, because the source of a state
-    must hold the same layers. Arguments and errors as for `fingerprint`."""
-    return _hashed(
-        STATE_NAME,
-        (swarm, base, tokenizer),
-        sorted(layout, key=lambda s: s.name),
-        (fragments, lora),
-    )
-
-
-def _hashed(
-    name: str, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]
-) -> bytes:
-    for field, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
+    for field, value in (("swarm", swarm), ("base", base), ("tokenizer", tokenizer)):
         if len(value) != 32:
             raise ValueError(f"{field} has 32 bytes, not {len(value)}")
-    return hashlib.sha256(_encoder.encode([name, ORDINAL, *hashes, what, *how])).digest()
+    dtypes = sorted({spec.dtype for spec in layout})
+    hashed = [NAME, ORDINAL, swarm, base, tokenizer, dtypes, fragments, lora]
+    return hashlib.sha256(msgspec.msgpack.encode(hashed)).digest()

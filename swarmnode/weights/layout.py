@@ -67,7 +67,7 @@ def body_bytes(spec: TensorSpec, codec: Codec) -> int:
 
 def header_limit(layout: Layout) -> int:
     """Return the longest possible header of a payload of `layout`, bytes."""
-    return 256 + sum(len(spec.name.encode()) + 9 * len(spec.shape) + 96 for spec in layout)
+    return 256 + sum(len(spec.name.encode()) + 9 * len(spec.shape) + 32 for spec in layout)
 
 
 def payload_limit(layout: Layout, codec: Codec | None = None) -> int:

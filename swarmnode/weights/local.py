@@ -50,7 +50,7 @@ def writing_seconds(layout: Layout) -> float:
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
-    """The averaged tensors. The fingerprints that partners compare follow from them. Part of the
+    """The averaged tensors. The fingerprint that partners compare follows from them. Part of the
     trainer's Hello."""
 
     layout: Layout
@@ -74,12 +74,6 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """Return 32 bytes that are equal on two nodes that may average."""
         return fingerprint.fingerprint(
-            swarm, base, tokenizer, self.layout, self.fragments, self.lora
-        )
-
-    def state_fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
-        """Return 32 bytes that are equal on two nodes if one may take the other's state."""
-        return fingerprint.state_fingerprint(
             swarm, base, tokenizer, self.layout, self.fragments, self.lora
         )
 
@@ -200,8 +194,7 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     peer: str
     """Empty if there is no state to take: start with the own weights."""
     path: str
-    """Empty while the state is being fetched; repeated as the fetch progresses. A message with a
-    path or without a peer always follows."""
+    """Empty while the state is being fetched. A message with a path or without a peer follows."""
     outer_step: int
 
 
@@ -225,9 +218,7 @@ OUTCOMES: Final[dict[str, float]] = {
     "clipped": 0.0,  # accepted with a shorter difference: honest replicas differ in speed
     "lagging": 0.0,  # too many outer steps behind this node: served, averaged with weight 0
     "payload": PROOF,  # refused by `payload` or `codecs`
-    "names": PROOF,
-    "dtype": PROOF,
-    "shape": PROOF,
+    "shape": PROOF,  # other names, shapes or dtypes
     "bounds": PROOF,
     "not_finite": PROOF,
     "norm_ratio": PROOF,
@@ -268,14 +259,9 @@ class WeightsReport(msgspec.Struct, frozen=True):
     """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
     clip_ratio: float | None = None
     """Mean share of a partner's difference that was applied; 1 without clipping."""
-    lag: float | None = None
-    """Number of outer steps by which the last partner was behind; negative if ahead."""
-    outcomes: dict[str, int] = {}
-    """Number of exchanges by the gate's verdict, since the process started, as is
-    `stall_seconds_total`."""
     stall_seconds_total: float = 0.0
-    """Seconds in which training stopped for the probe and commits, plus those in which a copy may
-    have blocked the optimizer."""
+    """Seconds since the process started in which training stopped for the probe and commits, plus
+    those in which a copy may have blocked the optimizer."""
 
 
 # ---- the network process's view of the replica ---------------------------------------------------
@@ -289,8 +275,6 @@ class LocalReplica:
         self.facts: ReplicaFacts | None = None
         self.fingerprint = b""
         """32 bytes that are equal on two nodes that may average their common blocks."""
-        self.state_fingerprint = b""
-        """32 bytes that are equal on two nodes that may average and hold the same blocks."""
         self.blocks = b""
         """Blocks of this replica, as a bitmask (`fragments.pack`)."""
         self.limits: list[int] = []
@@ -301,9 +285,7 @@ class LocalReplica:
     def start(self, facts: ReplicaFacts, swarm: bytes, base: bytes, tokenizer: bytes) -> None:
         """Take the facts of a trainer's Hello."""
         self.facts, self.blocks = facts, facts.blocks()
-        self.fingerprint, self.state_fingerprint = (
-            of(swarm, base, tokenizer) for of in (facts.fingerprint, facts.state_fingerprint)
-        )
+        self.fingerprint = facts.fingerprint(swarm, base, tokenizer)
         self.limits, self.outer_steps = facts.limits(), list(facts.outer_steps)
 
     def stop(self) -> None:

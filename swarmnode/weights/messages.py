@@ -1,9 +1,9 @@
 """Messages between two nodes that precede a transfer of weights (protocol/03-weights.md, sections 2
-and 7). All are small, except the manifest of a state."""
+and 7)."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -13,9 +13,6 @@ from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_between, check_fie
 
 MESSAGE_BYTES: Final = 256
 ID_BYTES: Final = 16
-STATE_REQUEST_BYTES: Final = 128
-STATE_BYTES: Final = 256
-"""Longest response: the manifest of a state names every tensor."""
 HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
 BLOCK_BYTES: Final = BLOCKS // 8
@@ -93,9 +90,12 @@ Message = Here | Swap | Accepted | Busy | Refused | Payload | Ready
 
 
 class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_request"):
-    """Request for the receiver's outer state."""
+    """Request for the receiver's outer state. The connection is reset unless the receiver has the
+    same fingerprint and blocks, so that it holds the same tensors."""
 
     fingerprint: bytes
+    blocks: bytes = b""
+    """All blocks of the sender, packed as above."""
 
 
 class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_response"):
@@ -120,22 +120,13 @@ _RANGES: Final = {
 }
 
 
-def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
-    """Return the msgpack encoding."""
-    return strict.encode(message)
-
-
 def decode_message(data: bytes) -> Message:
     """Decode and check a message of the swap protocol.
 
     Raises:
         BadMessage: The reason is `oversize`, `malformed`, `schema` or `bounds`.
     """
-    message: Message = strict.decode(data, Message, MESSAGE_BYTES)
-    check_fields(message, _LENGTHS, _RANGES)
-    if isinstance(message, Here | Swap | Accepted):
-        check_between("blocks", len(message.blocks), 1, BLOCK_BYTES)
-        check_between("blocks' last byte", message.blocks[-1], 1, 255)
+    message: Message = _decode(data, Message)
     return message
 
 
@@ -145,8 +136,14 @@ def decode_state(data: bytes) -> StateRequest | StateResponse:
     Raises:
         BadMessage: As `decode_message`.
     """
-    message: StateRequest | StateResponse = strict.decode(
-        data, StateRequest | StateResponse, STATE_BYTES
-    )
+    message: StateRequest | StateResponse = _decode(data, StateRequest | StateResponse)
+    return message
+
+
+def _decode(data: bytes, kind: Any) -> Any:  # noqa: ANN401
+    message = strict.decode(data, kind, MESSAGE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)
+    if isinstance(message, Here | Swap | Accepted | StateRequest):
+        check_between("blocks", len(message.blocks), 1, BLOCK_BYTES)
+        check_between("blocks' last byte", message.blocks[-1], 1, 255)
     return message

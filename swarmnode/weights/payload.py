@@ -9,9 +9,7 @@ compared with this node's layout, so no field of a peer decides how much is allo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
@@ -19,32 +17,14 @@ from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import Codec, Layout, body_bytes, header_limit, payload_limit
 from swarmnode.wire import strict
 
-CHECKSUM_BYTES: Final = 16
-HASH_BYTES: Final = 32
-
-
-class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    length: int
-    """Length of the body, bytes."""
-    checksum: bytes
-    """16 bytes, blake2b of the body."""
-
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Codec
     fragment: int
-    sequence: int
-    """Always 0: a payload does not depend on another one."""
     anchor: bytes
     """32 bytes: hash of what the values are differences to; empty where they are weights."""
-    tensors: list[TensorHeader]
-
-
-def checksum(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
+    tensors: Layout
+    """The encoded tensors, in order."""
 
 
 def build(header: Header, bodies: Sequence[bytes]) -> bytes:
@@ -61,15 +41,15 @@ def parse(
     fragment: int = 0,
     anchor: bytes = b"",
 ) -> tuple[Codec, list[memoryview]]:
-    """Return a payload's codec, and its bodies in the order of `layout`; every length and every
-    checksum is verified.
+    """Return a payload's codec, and its bodies in the order of `layout`. The transfer has verified
+    the bytes.
 
     Args:
         codec: The expected codec; None if the sender may choose.
 
     Raises:
-        BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size,
-            checksum, anchor or bounds.
+        BadMessage: oversize, malformed, schema, codec, fragment, anchor, shape (other names,
+            shapes or dtypes), size or bounds.
     """
     data = memoryview(data)
     if len(data) > payload_limit(layout, codec):
@@ -81,26 +61,15 @@ def parse(
         raise BadMessage("codec", header.codec)
     if header.fragment != fragment:
         raise BadMessage("fragment")
-    if header.sequence != 0 or header.anchor != anchor:
+    if header.anchor != anchor:
         raise BadMessage("anchor")
-    if [t.name for t in header.tensors] != [s.name for s in layout]:
-        raise BadMessage("names")
+    if header.tensors != layout:
+        raise BadMessage("shape", "other tensors")
     bodies = []
-    for tensor, spec in zip(header.tensors, layout, strict=True):
-        if tensor.shape != spec.shape:
-            raise BadMessage("shape", spec.name)
-        if tensor.dtype != spec.dtype:
-            raise BadMessage("dtype", spec.name)
-        if (
-            tensor.length != body_bytes(spec, header.codec)
-            or len(tensor.checksum) != CHECKSUM_BYTES
-        ):
-            raise BadMessage("size", spec.name)
-        body = data[start : start + tensor.length]
-        start += tensor.length
-        if checksum(body) != tensor.checksum:
-            raise BadMessage("size" if len(body) != tensor.length else "checksum", spec.name)
-        bodies.append(body)
+    for spec in layout:
+        length = body_bytes(spec, header.codec)
+        bodies.append(data[start : start + length])
+        start += length
     if start != len(data):
         raise BadMessage("size", "bodies and payload end at different places")
     return header.codec, bodies

@@ -8,14 +8,16 @@ get the node rejected by the swarm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
 from swarmnode.wire.fields import (
+    ANY_COUNTER,
     COUNTER,
     check_between,
     check_counter,
+    check_fields,
     check_finite,
     check_length,
     check_name,
@@ -34,13 +36,10 @@ from swarmnode.wire.listings import (
 )
 from swarmnode.wire.messages import (
     BulkManifest,
-    BulkManifestRequest,
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
     Completion,
-    Envelope,
-    ManifestRequest,
     ManifestResponse,
     NeighboursRequest,
     NeighboursResponse,
@@ -54,22 +53,33 @@ from swarmnode.wire.messages import (
 )
 from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
 
+_LENGTHS: Final = {
+    **dict.fromkeys(("model", "tokenizer", "fingerprint"), limits.FINGERPRINT_BYTES),
+    **dict.fromkeys(("key", "author", "founder"), limits.KEY_BYTES),
+    "signature": limits.SIGNATURE_BYTES,
+    "swarm": limits.SWARM_ID_BYTES,
+    "content": limits.CONTENT_ID_BYTES,
+    "transfer": limits.TRANSFER_BYTES,
+    "root": limits.CHUNK_HASH_BYTES,
+}
+"""Number of bytes of the fields that have one length in all messages, by name."""
+_COUNTERS: Final = (
+    *("policy_version", "created_at", "started_at", "issued_at", "sequence", "seed", "position"),
+    *("used", "uptime", "step", "reward_step", "published"),
+)
+_RANGES: Final = dict.fromkeys(_COUNTERS, ANY_COUNTER)
+
 
 def check_message(message: Any) -> None:  # noqa: ANN401
     """Raise BadMessage("bounds") or BadMessage("not_finite") if a value of `message` is not
     allowed."""
-    _CHECKS[type(message)](message)
+    check_fields(message, _LENGTHS, _RANGES)
+    if type(message) in _CHECKS:
+        _CHECKS[type(message)](message)
 
 
-def check_group(group: RolloutGroup) -> None:
-    """Raise BadMessage("bounds") or BadMessage("not_finite") if a value of `group` is not
-    allowed."""
+def _check_group(group: RolloutGroup) -> None:
     _check_task(group.task)
-    check_length("model", group.model, limits.FINGERPRINT_BYTES)
-    check_length("tokenizer", group.tokenizer, limits.FINGERPRINT_BYTES)
-    check_counter("policy_version", group.policy_version)
-    check_counter("created_at", group.created_at)
-    check_counter("sequence", group.sequence)
     _check_sampling(group.sampling)
     check_between("completions", len(group.completions), limits.MIN_COMPLETIONS, limits.COMPLETIONS)
     for completion in group.completions:
@@ -79,15 +89,13 @@ def check_group(group: RolloutGroup) -> None:
 def _check_task(task: TaskRef) -> None:
     check_name("task.id", task.id, limits.TASK_ID_BYTES)
     check_name("task.version", task.version, limits.VERSION_BYTES)
-    check_counter("task.seed", task.seed)
+    check_fields(task, _LENGTHS, _RANGES)
     if task.seed % 2**limits.INDEX_BITS:
         raise BadMessage("bounds", "task.seed is not the start of a block")
     check_between("task.index", task.index, 0, 2**limits.INDEX_BITS - 1)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    check_finite("sampling.temperature", sampling.temperature)
-    check_finite("sampling.top_p", sampling.top_p)
     check_positive("sampling.temperature", sampling.temperature, limits.TEMPERATURE)
     check_positive("sampling.top_p", sampling.top_p, 1)
     check_between("sampling.max_tokens", sampling.max_tokens, 1, limits.TOKENS)
@@ -133,13 +141,7 @@ def _check_turns(completion: Completion, max_tokens: int) -> None:
         raise BadMessage("bounds", "the turns do not have the tokens of the completion")
 
 
-def _check_envelope(envelope: Envelope) -> None:
-    check_length("key", envelope.key, limits.KEY_BYTES)
-    check_length("signature", envelope.signature, limits.SIGNATURE_BYTES)
-
-
 def _check_listing_request(request: ListingRequest) -> None:
-    check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
     check_length("life", request.life, limits.LIFE_BYTES if request.life else 0)
     check_between("position", request.position, 0, COUNTER if request.life else 0)
     check_between("patience", request.patience, 0, limits.PATIENCE_SECONDS)
@@ -147,7 +149,6 @@ def _check_listing_request(request: ListingRequest) -> None:
 
 def _check_listing_response(response: ListingResponse) -> None:
     check_length("life", response.life, limits.LIFE_BYTES)
-    check_counter("position", response.position)
     check_between(
         "groups", len(response.groups), 0, limits.LISTED if response.status == "ok" else 0
     )
@@ -158,10 +159,8 @@ def _check_listing_response(response: ListingResponse) -> None:
 
 
 def _check_listed(listed: ListedGroup) -> None:
-    check_length("content", listed.content, limits.CONTENT_ID_BYTES)
-    check_length("author", listed.author, limits.KEY_BYTES)
+    check_fields(listed, _LENGTHS, _RANGES)
     check_name("task", listed.task, limits.TASK_ID_BYTES)
-    check_counter("created_at", listed.created_at)
     check_between("size", listed.size, 1, limits.GROUP_BYTES)
     check_between("spread", listed.spread, 0.0, limits.SPREAD)
 
@@ -190,15 +189,12 @@ def _check_groups_response(response: GroupsResponse) -> None:
 
 
 def _check_neighbours_request(request: NeighboursRequest) -> None:
-    check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
     _check_addresses(request.addresses)
     check_between("session", len(request.session), 0, limits.SIGNED_SESSION_BYTES)
     check_between("summary", len(request.summary), 0, limits.SUMMARY_BYTES)
-    check_counter("used", request.used)
 
 
 def _check_neighbours_response(response: NeighboursResponse) -> None:
-    check_length("swarm", response.swarm, limits.SWARM_ID_BYTES)
     check_between("peers", len(response.peers), 0, limits.PEERS)
     for peer in response.peers:
         check_name("peer", peer.peer, limits.PEER_ID_BYTES)
@@ -221,8 +217,6 @@ def _check_addresses(addresses: list[str]) -> None:
 
 def _check_manifest(manifest: SwarmManifest) -> None:
     check_text("name", manifest.name, 1, limits.MANIFEST_NAME_BYTES)
-    check_length("founder", manifest.founder, limits.KEY_BYTES)
-    check_counter("created_at", manifest.created_at)
     if manifest.predecessor:
         check_length("predecessor", manifest.predecessor, limits.SWARM_ID_BYTES)
     check_name("minimum_version", manifest.minimum_version, limits.MINIMUM_VERSION_BYTES)
@@ -234,8 +228,7 @@ def _check_manifest(manifest: SwarmManifest) -> None:
         check_name("models.name", model.name, limits.MODEL_NAME_BYTES)
         if model.revision:
             check_name("models.revision", model.revision, limits.REVISION_BYTES)
-        check_length("models.fingerprint", model.fingerprint, limits.FINGERPRINT_BYTES)
-        check_length("models.tokenizer", model.tokenizer, limits.FINGERPRINT_BYTES)
+        check_fields(model, _LENGTHS, _RANGES)
     check_rising("tasks", [task.id for task in manifest.tasks], 1, limits.TASKS)
     for task in manifest.tasks:
         check_name("tasks.id", task.id, limits.TASK_ID_BYTES)
@@ -267,10 +260,6 @@ def _check_rules(rules: RolloutRules) -> None:
     check_positive("groups_per_second", rules.groups_per_second, limits.GROUPS_PER_SECOND)
 
 
-def _check_manifest_request(request: ManifestRequest) -> None:
-    check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
-
-
 def _check_manifest_response(response: ManifestResponse) -> None:
     check_between("manifest", len(response.manifest), 0, limits.MANIFEST_BYTES)
     check_between(
@@ -280,31 +269,18 @@ def _check_manifest_response(response: ManifestResponse) -> None:
 
 def _check_session(session: Session) -> None:
     check_length("id", session.id, limits.SESSION_BYTES)
-    check_counter("started_at", session.started_at)
-    check_counter("issued_at", session.issued_at)
 
 
 def _check_summary(summary: Summary) -> None:
     check_text("name", summary.name, 0, limits.SUMMARY_NAME_BYTES)
     check_name("version", summary.version, limits.MINIMUM_VERSION_BYTES)
-    counters = (
-        "created_at",
-        "uptime",
-        "step",
-        "policy_version",
-        "reward_step",
-        "published",
-        "peers",
-    )
-    for name in counters:
-        check_counter(name, getattr(summary, name))
+    check_counter("peers", summary.peers)
     check_finite("reward", summary.reward)
     if summary.reward != -1 and not 0 <= summary.reward <= 1:
         raise BadMessage("bounds", "reward is 0 to 1, or -1")
 
 
 def _check_bulk_manifest(manifest: BulkManifest) -> None:
-    check_length("transfer", manifest.transfer, limits.TRANSFER_BYTES)
     check_between(
         "chunk_bytes", manifest.chunk_bytes, limits.BULK_MIN_CHUNK_BYTES, limits.BULK_CHUNK_BYTES
     )
@@ -316,10 +292,6 @@ def _check_bulk_manifest(manifest: BulkManifest) -> None:
     )
 
 
-def _check_bulk_manifest_request(request: BulkManifestRequest) -> None:
-    check_length("transfer", request.transfer, limits.TRANSFER_BYTES)
-
-
 def _check_bulk_manifest_response(response: BulkManifestResponse) -> None:
     if bool(response.manifest) != (response.status == "ok"):
         raise BadMessage("bounds", "a manifest comes with `ok` and only with it")
@@ -327,8 +299,6 @@ def _check_bulk_manifest_response(response: BulkManifestResponse) -> None:
 
 
 def _check_bulk_request(request: BulkRequest) -> None:
-    check_length("transfer", request.transfer, limits.TRANSFER_BYTES)
-    check_length("root", request.root, limits.CHUNK_HASH_BYTES)
     check_between("wanted", len(request.wanted), 1, limits.BULK_CHUNKS // 8)
     if not any(request.wanted):
         raise BadMessage("bounds", "nothing is wanted")
@@ -342,8 +312,7 @@ def _check_bulk_response(response: BulkResponse) -> None:
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {
-    RolloutGroup: check_group,
-    Envelope: _check_envelope,
+    RolloutGroup: _check_group,
     ListingRequest: _check_listing_request,
     ListingResponse: _check_listing_response,
     GroupsRequest: _check_groups_request,
@@ -351,12 +320,10 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     NeighboursRequest: _check_neighbours_request,
     NeighboursResponse: _check_neighbours_response,
     SwarmManifest: _check_manifest,
-    ManifestRequest: _check_manifest_request,
     ManifestResponse: _check_manifest_response,
     Session: _check_session,
     Summary: _check_summary,
     BulkManifest: _check_bulk_manifest,
-    BulkManifestRequest: _check_bulk_manifest_request,
     BulkManifestResponse: _check_bulk_manifest_response,
     BulkRequest: _check_bulk_request,
     BulkResponse: _check_bulk_response,

@@ -8,20 +8,20 @@ second content id, of the same group.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zstandard
 
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits, strict
-from swarmnode.wire.bounds import check_group, check_message
+from swarmnode.wire.bounds import check_message
 from swarmnode.wire.messages import Envelope, RolloutGroup
 from swarmnode.wire.strict import encode
 
 __all__ = [
     "DECODE_REASONS",
-    "check_group",
+    "check_message",
     "compress",
     "decode",
     "decode_payload",
@@ -38,7 +38,9 @@ M = TypeVar("M", bound=msgspec.Struct)
 def decode(data: bytes, type: type[M], limit: int) -> M:
     """Decode a message of at most `limit` bytes. Raises BadMessage with a reason of
     DECODE_REASONS."""
-    return _decode(data, type, limit)
+    message: M = strict.decode(data, type, limit)
+    check_message(message)
+    return message
 
 
 def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> RolloutGroup:
@@ -53,14 +55,7 @@ def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> Rollo
         raise BadMessage("oversize", f"{len(data)} bytes of payload, at most {limit}")
     if envelope.codec == "zstd":
         data = decompress(data, limit)
-    group: RolloutGroup = _decode(data, RolloutGroup, limit)
-    return group
-
-
-def _decode(data: bytes, type: Any, limit: int) -> Any:  # noqa: ANN401
-    message = strict.decode(data, type, limit)
-    check_message(message)
-    return message
+    return decode(data, RolloutGroup, limit)
 
 
 def compress(data: bytes) -> bytes:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarmnode.errors import BadMessage
 from swarmnode.wire import ids, limits
-from swarmnode.wire.codec import compress, decode, decode_payload, encode
+from swarmnode.wire.codec import compress, decode, encode
 from swarmnode.wire.messages import Codec, Envelope, RolloutGroup, Session, Summary
 
 _CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
@@ -95,19 +95,9 @@ def seal(
     return encode(sign(payload, private_key, domain, swarm))
 
 
-def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envelope, RolloutGroup]:
-    """Decode and verify the envelope in `frame`, of at most `limit` bytes, then decode its group.
-
-    Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature".
-    """
-    envelope = decode(frame, Envelope, limit)
-    verify(envelope, domain, swarm)
-    return envelope, decode_payload(envelope, limits.GROUP_BYTES)
-
-
 def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
     """Decode and verify the uncompressed envelope in `frame`, of at most `limit` bytes. Raises
-    BadMessage as `unseal` does."""
+    BadMessage with a reason of `codec.DECODE_REASONS`, or "signature"."""
     envelope = decode(frame, Envelope, limit)
     if envelope.codec != "raw":
         raise BadMessage("compression", "the payload of this envelope must not be compressed")

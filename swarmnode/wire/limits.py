@@ -70,7 +70,7 @@ STAGE_ACTIVATION_BLOCK = 64
 """Maximum number of values of one token that share a scale under `int8`."""
 CREW_PREFIX_BYTES = 16
 """Each frame carries the first half of its crew's id."""
-STAGES = 64
+STAGES = 8
 """Maximum number of stages of a crew."""
 MICRO_BATCHES = 1024
 """Maximum number of micro-batches in one step."""

@@ -48,7 +48,7 @@ def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
     """Return a read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") unless `data` is
     a whole number of floats.
 
-    `check_group` checks that they are finite.
+    `bounds.check_message` checks that they are finite.
     """
     return _view(data, "<f4")
 

@@ -28,7 +28,7 @@ from swarmnode.stages.crew_messages import StageStatus
 from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
 from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
-from swarmnode.weights.network.service import WeightsStatistics
+from swarmnode.weights.network.swaps import WeightsStatistics
 from tests.support.browser import CHROMIUM, Tab, status_page
 from tests.support.snapshots import PEERS, STARTED_AT, example
 

@@ -39,7 +39,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.trainer.codecs import int8_from_bytes
 from swarmnode.wire import limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
-from swarmnode.wire.envelope import content_id, open_session, open_summary, peer_id, unseal
+from swarmnode.wire.envelope import content_id, open_session, open_summary, peer_id
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import (
     ListedGroup,
@@ -51,6 +51,7 @@ from swarmnode.wire.messages import (
 )
 from tests.support.authors import episode
 from tests.support.stage_reading import read_state, read_whole
+from tests.support.unseal import unseal
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 DOCUMENTS = {

@@ -46,6 +46,7 @@ from tests.support.authors import episode
 from tests.support.gguf_files import smallest_model
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes
+from tests.support.unseal import unseal
 
 VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 CORPUS = Path(__file__).parent / "corpus"
@@ -61,12 +62,8 @@ BODIES = [bytes(4 * spec.elements) for spec in LAYOUT]
 HEADER = payload.Header(
     "float32",
     0,
-    0,
     b"",
-    [
-        payload.TensorHeader(spec.name, spec.shape, spec.dtype, len(body), payload.checksum(body))
-        for spec, body in zip(LAYOUT, BODIES, strict=True)
-    ],
+    LAYOUT,
 )
 WIRE = [kind for kind in MESSAGES.values() if kind.__module__.startswith("swarmnode.wire.")]
 Feed = Callable[[bytes], object]
@@ -157,7 +154,7 @@ def fetched() -> Feed:
 def offered() -> Feed:
     """Feed listings of several peers, which are stored and selected from."""
     rng = random.Random(0)
-    pulling = puller.Puller(b"", lambda key: key.hex(), rng, 0.0)
+    pulling = puller.Puller(b"", lambda key: key.hex(), rng)
 
     def feed(data: bytes) -> None:
         listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
@@ -227,15 +224,11 @@ FRAMES = FrameLimits(hidden=4, vocab=50, tokens=64)
 TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "messages": (lambda: every_struct, ()),
     "envelope": (
-        lambda: lambda data: envelope.unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES),
+        lambda: lambda data: unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES),
         (BadMessage,),
     ),
     "payload": (
-        lambda: (
-            lambda data: envelope.unseal(
-                signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES
-            )
-        ),
+        lambda: lambda data: unseal(signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES),
         (BadMessage,),
     ),
     "episodes": (lambda: episodes, (BadMessage,)),

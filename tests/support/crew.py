@@ -43,7 +43,6 @@ async def open_crew(
     *,
     crew: bytes = b"\0" * CREW_BYTES,
     compute: Any = run_inline,
-    seconds: float = 600.0,
     step: int = 0,
     far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:
@@ -65,8 +64,7 @@ async def open_crew(
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
         fence = Fence(Place(crew, i, step), count)
         if i == 0:
-            deadlines = {"seconds": seconds}
-            members.append(Head(runtime, links, fence, settings, compute, **deadlines))
+            members.append(Head(runtime, links, fence, settings, compute))
         else:
             members.append(StageWorker(runtime, links, fence, settings, compute))
     async with trio.open_nursery() as nursery:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from swarmnode.config import Config
 from swarmnode.stages.trainer.crew_model import CrewModel
-from swarmnode.stages.trainer.links import connect_all
 from swarmnode.stages.trainer.restore import StageRecovery
 from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import StageAveraging
@@ -25,6 +24,4 @@ def recovery_of(config: Config, model: CrewModel, directory, averaging=lambda: N
         recovery_settings(config.stages),
         model,
         averaging,
-        connect=lambda assigned: connect_all(assigned, "state"),
-        owner=model.owner,
     )

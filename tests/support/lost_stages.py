@@ -49,7 +49,8 @@ class Station:
     watch: Recorder
     member: StageWorker | None = None
     """The worker of the last crew. None: the stage must be restored."""
-    base: BaseWeights | None = None
+    base: BaseWeights = dict
+    """Reader of the base model; by default it has no tensor, so that it is no source."""
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 import trio
 
 from swarmnode.config import Config
-from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.process import Progress
-from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
 from swarmnode.trainer.loop import Trainer
 
 ME, SWARM = "12D3KooWme", b"s" * 32

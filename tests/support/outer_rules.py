@@ -76,8 +76,9 @@ def judge(
 ) -> GateDecision:
     """Run `examine`, the probe and `conclude` at once. probe: loss with these tensors, nats."""
     found = gate.examine(peer, mine, theirs, weight=weight, moved=moved)
-    losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
-    return gate.conclude(found, losses)
+    if found.mean is None:
+        return GateDecision(found.refusal)
+    return gate.conclude(found, probe and Losses(probe(mine), probe(found.mean)))
 
 
 def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import trio
 
-from swarmnode.stages.crew_messages import SocketOpen, StreamKind
+from swarmnode.stages.crew_messages import StreamKind, StreamOpen
 from swarmnode.stages.network.stream_proxy import StreamPeers, StreamProxy
 
 
@@ -16,7 +16,7 @@ async def open_pipe(
     proxy: StreamProxy, peers: StreamPeers, stage: int, kind: StreamKind = "frames", **other: Any
 ) -> trio.SocketStream:
     """Open the stream to the trainer of `stage`. other: fields that differ from the crew's."""
-    opened = msgspec.structs.replace(SocketOpen(peers.crew, stage, kind), **other)
+    opened = msgspec.structs.replace(StreamOpen(peers.crew, peers.stage, stage, kind), **other)
     body = msgspec.msgpack.encode(opened)
     stream = await trio.open_unix_socket(str(proxy.path))
     await stream.send_all(len(body).to_bytes(4, "big") + body)

@@ -25,6 +25,7 @@ from swarmnode.wire.listings import (
 from tests.support.authors import Author
 from tests.support.fakes.network import MemorySwarm
 from tests.support.fakes.scorer import InProcessScorer
+from tests.support.unseal import unseal
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -233,9 +234,7 @@ class Holder:
 
     async def line(self, frame, rewards=None, **claims):
         """Return the line of a signed group in a listing, as `add_frame` lists it."""
-        signed, group = envelope.unseal(
-            frame, ids.DOMAIN_ROLLOUT, self.author.swarm, limits.GROUP_BYTES
-        )
+        signed, group = unseal(frame, ids.DOMAIN_ROLLOUT, self.author.swarm, limits.GROUP_BYTES)
         true = ListedGroup(
             envelope.content_id(frame),
             signed.key,

@@ -11,7 +11,7 @@ import math
 
 from swarmnode.drops import DropCounts
 from swarmnode.histogram import HistogramCounter
-from swarmnode.link.messages import CardUse, Report, WeightsReport
+from swarmnode.link.messages import CardUse, Report
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Gained, Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
@@ -43,7 +43,8 @@ from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics, MemberStatistics
 from swarmnode.stages.network.stream_proxy import StreamProxyStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.network.service import WeightsStatistics
+from swarmnode.weights.local import WeightsReport
+from swarmnode.weights.network.swaps import WeightsStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
@@ -154,8 +155,6 @@ def example_at(t: float) -> NodeSnapshot:
             solo_steps_total=1,
             distance=0.021,
             clip_ratio=0.97,
-            lag=0.0,
-            outcomes={"accepted": steps // 15},
             stall_seconds_total=steps * 0.004,
         ),
     )

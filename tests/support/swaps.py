@@ -33,11 +33,11 @@ from swarmnode.weights.messages import (
     Refused,
     Swap,
     decode_message,
-    encode_message,
 )
 from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.network.payload_store import PayloadOffer
 from swarmnode.weights.network.swaps import FAILURES, OUTCOMES, SwapService
+from swarmnode.wire import strict
 
 LAYERS = 2
 LAYOUT = make_layout((f"layers.{i}.w", (8,), "float32") for i in range(LAYERS))
@@ -202,11 +202,11 @@ class Party:
         )
 
     def outcome(self, name: str) -> int:
-        return self.exchange.statistics.outcomes[name]
+        return self.exchange.statistics().outcomes[name]
 
     @property
     def failures(self) -> dict[str, int]:
-        return dict(+self.exchange.statistics.failures)
+        return dict(+Counter(self.exchange.statistics().failures))
 
     # ---- trainer -----------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Hostile:
         party = self._parties[peer]
         name = self._hub.rng.randbytes(16)
         swap = Swap(name, party.replica.fingerprint, fragment, party.outer_step, BLOCKS)
-        data = await self._hub.request(self.name, peer, encode_message(swap), 5.0)
+        data = await self._hub.request(self.name, peer, strict.encode(swap), 5.0)
         answer = decode_message(data)
         self.answers[type(answer).__name__] += 1
         if isinstance(answer, Accepted):
@@ -300,14 +300,14 @@ class Hostile:
                 return data
             case Swap():
                 self._begin(message.id)
-                return encode_message(Accepted(message.id, message.outer_step, message.blocks))
+                return strict.encode(Accepted(message.id, message.outer_step, message.blocks))
             case Payload():
                 self._way = self._swaps.get(message.id, "denies")
                 if self._way == "denies":
-                    return encode_message(Refused(message.id, "over"))
+                    return strict.encode(Refused(message.id, "over"))
                 if self._way == "silent":
-                    return encode_message(Busy(message.id))
-                return encode_message(Ready(message.id, bytes(32), bytes(32), SIZE, 20))
+                    return strict.encode(Busy(message.id))
+                return strict.encode(Ready(message.id, bytes(32), bytes(32), SIZE, 20))
         raise PeerError("an answer to nothing")
 
 
@@ -371,7 +371,7 @@ async def averaged(
         await trio.sleep(intervals * EVERY)
         nursery.cancel_scope.cancel()
     for node in nodes:
-        counts = node.exchange.statistics
+        counts = node.exchange.statistics()
         assert counts.outcomes["failed"] == sum(counts.failures.values())
         assert set(counts.outcomes) == set(OUTCOMES)
         assert set(counts.failures) <= set(FAILURES)

@@ -21,13 +21,12 @@ from swarmnode.stages.crew_messages import (
     TrainerOffer,
     crew_id,
     decode_answer,
-    encode_message,
 )
 from swarmnode.stages.network.crew_service import NodeCallbacks, StageService
 from swarmnode.stages.network.crew_state import MembershipSettings
 from swarmnode.stages.specs import ModelCost, PartCost
 from swarmnode.swarm.known import KnownPeers
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 from tests.support.hosts import hosts
 from tests.support.waiting import until, wait_connected
 
@@ -126,7 +125,7 @@ async def running(made):
 
 
 def ask(stranger, node, message):
-    data = message if isinstance(message, bytes) else encode_message(message)
+    data = message if isinstance(message, bytes) else strict.encode(message)
     return stranger.requests.request(
         node.network.peer_id, ids.CREWS_PROTOCOL, data, deadline=5, max_response_bytes=MESSAGE_BYTES
     )

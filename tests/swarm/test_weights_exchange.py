@@ -11,9 +11,9 @@ import trio
 from swarmnode.config import WeightsConfig
 from swarmnode.swarm.known import KnownPeers
 from swarmnode.weights import local
-from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
+from swarmnode.weights.messages import MESSAGE_BYTES, StateRequest
 from swarmnode.weights.network import discovery, swaps
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 from tests.support.hosts import hosts
 from tests.support.replica import BASE, SWARM, TOKENIZER, averaging, identical
 from tests.support.waiting import until, wait_connected
@@ -65,12 +65,11 @@ async def test_starts_no_exchange_while_saving_a_state(tmp_path):
         a, b = await start(0), await start(1)
         await until(lambda: a.candidates() == b.candidates() == 1)
         b.hold = {local.WriteState}
-        ask = encode_message(
-            StateRequest(a.replica.facts(False).state_fingerprint(SWARM, BASE, TOKENIZER))
-        )
+        facts = a.replica.facts(False)
+        ask = strict.encode(StateRequest(facts.fingerprint(SWARM, BASE, TOKENIZER), facts.blocks()))
         async with trio.open_nursery() as nursery:
             request = partial(
-                a.network.requests.request, deadline=30.0, max_response_bytes=STATE_BYTES
+                a.network.requests.request, deadline=30.0, max_response_bytes=MESSAGE_BYTES
             )
             nursery.start_soon(request, b.network.peer_id, ids.WEIGHTS_STATE_PROTOCOL, ask)
             await until(lambda: any(isinstance(m, local.WriteState) for m in b.to_trainer))

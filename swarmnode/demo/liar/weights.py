@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.weights.layout import BLOCK
+from swarmnode.weights.layout import BLOCK, body_bytes
 from swarmnode.weights.messages import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -34,10 +34,9 @@ from swarmnode.weights.messages import (
     Refused,
     Swap,
     decode_message,
-    encode_message,
 )
-from swarmnode.weights.payload import Header, build, checksum
-from swarmnode.wire import ids
+from swarmnode.weights.payload import Header, build
+from swarmnode.wire import ids, strict
 
 PAYLOAD_ATTACKS: Final = (
     "nan",
@@ -47,7 +46,6 @@ PAYLOAD_ATTACKS: Final = (
     "shape",
     "dtype",
     "names",
-    "checksum",
     "truncated",
     "longer",
     "codec",
@@ -79,13 +77,14 @@ def parse_payload(payload: bytes) -> tuple[Header, list[bytes]]:
     header = msgspec.msgpack.decode(payload[4 : 4 + length], type=Header)
     bodies, start = [], 4 + length
     for tensor in header.tensors:
-        bodies.append(payload[start : start + tensor.length])
-        start += tensor.length
+        length = body_bytes(tensor, header.codec)
+        bodies.append(payload[start : start + length])
+        start += length
     return header, bodies
 
 
 def forge_payload(payload: bytes, kind: str) -> bytes:
-    """Forge a payload from an honest one. The checksums are valid unless they are the attack.
+    """Forge a payload from an honest one.
 
     Args:
         kind: One of `PAYLOAD_ATTACKS`.
@@ -113,13 +112,7 @@ def forge_payload(payload: bytes, kind: str) -> bytes:
         header = replace(header, codec="bfloat16" if header.codec != "bfloat16" else "float32")
     elif kind == "fragment":
         header = replace(header, fragment=header.fragment + 1)
-    tensors = [
-        replace(t, length=len(b), checksum=checksum(b))
-        for t, b in zip(tensors, bodies, strict=True)
-    ]
-    if kind == "checksum":
-        tensors[-1] = replace(tensors[-1], checksum=bytes(16))
-    forged = build(replace(header, tensors=tensors), bodies)
+    forged = build(replace(header, tensors=tuple(tensors)), bodies)
     if kind == "truncated":
         return forged[:-100]
     if kind == "longer":
@@ -223,7 +216,7 @@ class WeightLiar:
         data = await self._network.requests.request(
             peer,
             ids.WEIGHTS_PROTOCOL,
-            encode_message(message),
+            strict.encode(message),
             deadline=10.0,
             max_response_bytes=MESSAGE_BYTES,
         )
@@ -258,13 +251,13 @@ class WeightLiar:
         message = decode_message(data)
         if isinstance(message, Here):
             self.fingerprint = self.fingerprint or message.fingerprint
-            return encode_message(
+            return strict.encode(
                 Here(message.fingerprint, self._claim(message.outer_step), message.blocks)
             )
         if isinstance(message, Payload):
             if message.id not in self._offers:
-                return encode_message(Refused(message.id, "over"))
-            return encode_message(self._offers[message.id] or Busy(message.id))
+                return strict.encode(Refused(message.id, "over"))
+            return strict.encode(self._offers[message.id] or Busy(message.id))
         if isinstance(message, Swap) and self._nursery is not None:
             self.swaps.append(message.id)
             kind = self._kind(peek=True)
@@ -275,7 +268,7 @@ class WeightLiar:
                 self._offers[message.id] = None
             self._nursery.start_soon(self._attack, peer, message.id)
             step = self._claim(message.outer_step)
-            return encode_message(Accepted(name, step, message.blocks))
+            return strict.encode(Accepted(name, step, message.blocks))
         raise PeerError("unexpected message")
 
     def _claim(self, theirs: int) -> int:

@@ -26,7 +26,6 @@ from typing import Protocol
 import msgspec
 import trio
 
-from swarmnode import __version__
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.latest import Latest
@@ -119,7 +118,6 @@ class Admission:
         max_completion_length: This node's own limit, tokens.
         is_greylisted: Peer id → True if the peer's groups are ignored.
         meets_rules: Returns True if the swarm's manifest allows a group.
-        version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
 
     def __init__(
@@ -132,7 +130,6 @@ class Admission:
         max_completion_length: int = limits.TOKENS,
         is_greylisted: Callable[[str], bool] = lambda peer: False,
         meets_rules: Callable[[RolloutGroup], bool] = lambda group: True,
-        version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
         self.swarm = swarm
         self.own_peer = own_peer
@@ -140,7 +137,6 @@ class Admission:
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
         self.meets_rules = meets_rules
-        self.version_of = version_of
         self.policy = (b"", b"")
         """Fingerprints of this node's model and tokenizer."""
         self.tokens_per_text_byte = 1.0
@@ -226,20 +222,17 @@ class Admission:
         return Refusal(verdict, reason, peer)
 
     def _log_divergence(self, candidate: Candidate) -> None:
-        """Log the first group of each task whose episodes end at another action in the replay, with
-        the versions that may explain the difference."""
+        """Log the first group of each task whose episodes end at another action in the replay."""
         task = candidate.group.task
         if task.id in self._diverged:
             return
         self._diverged.add(task.id)
         log.warning(
             "replay of a peer's episode ended differently; its library may have another version:"
-            " task=%s task_version=%s peer=%s its_version=%s own_version=%s",
+            " task=%s task_version=%s peer=%s",
             task.id,
             task.version,
             candidate.peer,
-            self.version_of(candidate.peer) or "unknown",
-            __version__,
         )
 
     def note_admitted(self) -> None:

@@ -145,7 +145,6 @@ class RolloutExchange:
         rng: Source of randomness.
         allows: allows("fetch") and allows("publish") return True while budget and pauses permit
             fetching groups, or publishing and serving them.
-        version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
 
     def __init__(
@@ -159,7 +158,6 @@ class RolloutExchange:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         allows: Callable[[str], bool] = lambda choice: True,
-        version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
         self.cfg = cfg
         self._network = network
@@ -173,7 +171,6 @@ class RolloutExchange:
             max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.is_allowed(peer),
             meets_rules=rules.meets_rules,
-            version_of=version_of,
         )
         self.pool = Pool()
         self.authors = Authors(network)
@@ -286,7 +283,7 @@ class RolloutExchange:
             sampling=own.sampling,
             completions=own.completions,
         )
-        codec.check_group(group)
+        codec.check_message(group)
         spec = TASKS.get(own.task.id)
         if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
             return "invalid"
@@ -427,7 +424,8 @@ class PullGossip:
         self._allows = allows
         self._clock = clock
         self._rng = rng
-        self._puller: Puller | None = None
+        own_key = envelope.peer_key(network.peer_id) or b""
+        self._puller = Puller(own_key, envelope.peer_id, rng)
         self._changed = trio.Event()
         self._polls: Counter[str] = Counter()
         self._fetches: Counter[str] = Counter()
@@ -442,7 +440,6 @@ class PullGossip:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve, poll and fetch until cancelled."""
         self._server.start()
-        puller = self._get_puller()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_connections)
             task_status.started()
@@ -450,8 +447,8 @@ class PullGossip:
                 self._changed = trio.Event()
                 now = trio.current_time()
                 if self._allows("fetch"):
-                    self._start_due(puller, nursery)
-                    wake = puller.next_time(now)
+                    self._start_due(nursery)
+                    wake = self._puller.next_time(now)
                 else:
                     wake = now + BUDGET_SECONDS
                 with trio.move_on_at(wake):
@@ -496,22 +493,22 @@ class PullGossip:
             waiting: Groups that are left in the pool.
             policy_version: Version of the policy that the step trains.
         """
-        self._get_puller().drew(count, waiting, policy_version, trio.current_time())
+        self._puller.drew(count, waiting, policy_version, trio.current_time())
         self._changed.set()
 
     def scored(self, content: bytes, rewards: list[float]) -> None:
         """Compare a group's rewards (G,) with the spread that its holder listed."""
-        self._get_puller().scored(content, rewards, trio.current_time())
+        self._puller.scored(content, rewards, trio.current_time())
         self._changed.set()
 
     def replay_failed(self, content: bytes) -> None:
         """Note that the episodes of a group end elsewhere when they are replayed."""
-        self._get_puller().replay_failed(content, trio.current_time())
+        self._puller.replay_failed(content, trio.current_time())
         self._changed.set()
 
     def statistics(self) -> PullStatistics:
         """Return the counts of polls and fetches."""
-        puller = self._get_puller()
+        puller = self._puller
         return PullStatistics(
             polled=puller.polling,
             listings=dict(self._polls),
@@ -524,32 +521,26 @@ class PullGossip:
         """Return the counts of answers."""
         return self._server.statistics()
 
-    def _get_puller(self) -> Puller:
-        """Return the puller, created at the first call: trio's clock needs a running event loop."""
-        if self._puller is None:
-            own_key = envelope.peer_key(self._network.peer_id) or b""
-            self._puller = Puller(own_key, envelope.peer_id, self._rng, trio.current_time())
-        return self._puller
-
     async def _watch_connections(self) -> None:
         """Wake `run` when a peer connects or disconnects."""
         while True:
             await self._network.changed()
             self._changed.set()
 
-    def _start_due(self, puller: Puller, nursery: trio.Nursery) -> None:
+    def _start_due(self, nursery: trio.Nursery) -> None:
         """Start the polls and fetches that are due."""
         now, seen = trio.current_time(), self._admission.has_seen
         connected = [peer for peer in self._network.connected() if self._network.is_allowed(peer)]
-        for peer in puller.polls_due(connected, now, seen):
-            nursery.start_soon(self._poll, puller, peer)
-        for pull in puller.fetches_due(now, self._clock(), self._authors.fetch_weight, seen):
-            nursery.start_soon(self._fetch, puller, pull)
+        for peer in self._puller.polls_due(connected, now, seen):
+            nursery.start_soon(self._poll, peer)
+        for pull in self._puller.fetches_due(now, self._clock(), self._authors.fetch_weight, seen):
+            nursery.start_soon(self._fetch, pull)
 
     # -- polls
 
-    async def _poll(self, puller: Puller, peer: str) -> None:
+    async def _poll(self, peer: str) -> None:
         """Poll the listing of `peer` once."""
+        puller = self._puller
         life, position = puller.cursor(peer)
         patience = limits.PATIENCE_SECONDS
         request = ListingRequest(self._admission.swarm, life, position, patience)
@@ -582,7 +573,7 @@ class PullGossip:
 
     # -- fetches
 
-    async def _fetch(self, puller: Puller, pull: Pull) -> None:
+    async def _fetch(self, pull: Pull) -> None:
         """Send one fetch request and hand the received groups to admission."""
         size = sum(listed.size for listed in pull.groups)
         deadline, began = fetch_deadline(size), trio.current_time()
@@ -599,34 +590,34 @@ class PullGossip:
                 self._network.rejected(pull.holder, "bounds")
                 raise _Unanswered("malformed")
         except _Unanswered as why:
-            puller.failed(pull, trio.current_time())
+            self._puller.failed(pull, trio.current_time())
             self._fetches[why.outcome] += len(pull.groups)
         else:
             outcomes = [
-                self._take(puller, pull.holder, listed, group.body)
+                self._take(pull.holder, listed, group.body)
                 if group.status == "ok"
                 else group.status
                 for listed, group in zip(pull.groups, response.groups, strict=True)
             ]
             now = trio.current_time()
-            puller.fetched(pull, outcomes, now, slow=now - began > deadline / 2)
+            self._puller.fetched(pull, outcomes, now, slow=now - began > deadline / 2)
             self._fetches.update(outcomes)
         self._changed.set()
 
-    def _take(self, puller: Puller, holder: str, listed: ListedGroup, body: bytes) -> str:
+    def _take(self, holder: str, listed: ListedGroup, body: bytes) -> str:
         """Check one fetched group against its listing and by admission.
 
         Returns:
             The outcome, one of PULLED.
         """
         if envelope.content_id(body) != listed.content:
-            self._count_fault(puller, holder, "content")
+            self._count_fault(holder, "content")
             return "mismatch"
         result = self._admission.check(body, self._clock())
         if isinstance(result, Refusal):
             if result.verdict is Verdict.REJECT:
                 # The holder had to apply the same checks before it listed the group.
-                self._count_fault(puller, holder, "content")
+                self._count_fault(holder, "content")
                 if result.peer is not None and result.peer != holder:
                     self._network.rejected(result.peer, result.reason)
             return "refused"
@@ -634,14 +625,14 @@ class PullGossip:
         fault = contradiction(listed, author, result.group, len(body))
         if fault is not None:
             # The group is signed by its author, so it is used although its listing is false.
-            self._count_fault(puller, holder, fault)
-            puller.contradicted(listed.content)
+            self._count_fault(holder, fault)
+            self._puller.contradicted(listed.content)
         self._enqueue(msgspec.structs.replace(result, source=holder))
         return "ok"
 
-    def _count_fault(self, puller: Puller, holder: str, fault: Fault) -> None:
+    def _count_fault(self, holder: str, fault: Fault) -> None:
         """Count a false listing; a proven one also costs the holder reputation."""
-        puller.fault(holder, fault, trio.current_time())
+        self._puller.fault(holder, fault, trio.current_time())
         if fault in EVIDENT:
             self._network.rejected(holder, "mismatch")
 

@@ -242,11 +242,10 @@ class Puller:
         own_key: The node's raw public key, 32 bytes.
         author_of: Raw public key → peer id.
         rng: Source of randomness.
-        now: Current time.
     """
 
     def __init__(
-        self, own_key: bytes, author_of: Callable[[bytes], str], rng: random.Random, now: float
+        self, own_key: bytes, author_of: Callable[[bytes], str], rng: random.Random
     ) -> None:
         self._own_key = own_key
         self._author_of = author_of
@@ -254,7 +253,7 @@ class Puller:
         self._timer = PullTimer()
         self._step = FIRST_STEP
         self._wanted = STEPS_AHEAD * FIRST_STEP
-        self._forwards_at = now + FORWARD_SECONDS
+        self._forwards_at = -math.inf
         self._polled_at = -math.inf
         self._settles_at = -math.inf
         """Time at which the first poll under way is SETTLE_SECONDS old."""

@@ -19,7 +19,8 @@ from swarmnode.stages.crew_messages import (
     member_peers,
 )
 from swarmnode.stages.network.crew_state import MembershipSettings
-from swarmnode.stages.specs import MAX_MEMBERS, ModelCost, PartCost, stage_memory
+from swarmnode.stages.specs import ModelCost, PartCost, stage_memory
+from swarmnode.stages.stage_frames import MAX_STAGES
 
 MAX_PLANNED_STEPS: Final = 16
 """A node plans with the steps that most peers hold, this many of all lineages, and with the steps
@@ -234,7 +235,7 @@ def _plan_from_base(
     size = {peer: offer.memory * offer.speed for peer, offer in candidates.items()}
     by_distance = sorted(candidates, key=lambda peer: (peer != me, near[peer], -size[peer], peer))
     by_memory = sorted(candidates, key=lambda peer: (peer != me, -candidates[peer].memory, peer))
-    for peers in (by_distance[:MAX_MEMBERS], by_memory[:MAX_MEMBERS]):
+    for peers in (by_distance[:MAX_STAGES], by_memory[:MAX_STAGES]):
         for count in range(stages or 1, min(stages or len(peers), len(peers)) + 1):
             # second, the two members with the most memory at the ends, which also hold embedding
             # and head

@@ -44,7 +44,6 @@ from swarmnode.stages.crew_messages import (
     TrainerOffer,
     decode_answer,
     decode_request,
-    encode_message,
 )
 from swarmnode.stages.network.crew import advance
 from swarmnode.stages.network.crew_state import (
@@ -71,7 +70,7 @@ from swarmnode.stages.network.crew_state import (
 )
 from swarmnode.stages.network.stream_proxy import StreamPeers, StreamProxy, StreamProxyStatistics
 from swarmnode.swarm.known import KnownPeers
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 
 log = logging.getLogger(__name__)
 
@@ -377,7 +376,7 @@ class StageService:
             data = await self._network.requests.request(
                 peer,
                 ids.CREWS_PROTOCOL,
-                encode_message(message),
+                strict.encode(message),
                 deadline=REQUEST_TIMEOUT,
                 max_response_bytes=MESSAGE_BYTES,
                 urgent=not isinstance(message, Offer),
@@ -404,7 +403,7 @@ class StageService:
         answer = self._handle(RequestReceived(peer, message))
         if answer is None:
             raise PeerError("no answer")
-        return encode_message(answer)
+        return strict.encode(answer)
 
     def _garbage(self, peer: str) -> None:
         self._network.rejected(peer, "stages_malformed")

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -126,16 +126,18 @@ class DrainStarted(msgspec.Struct, frozen=True):
     reason: str
 
 
-TrainerEvent = FromTrainer | TrainerDisconnected
-PeerEvent = (
-    RequestReceived
+Event = (
+    ClockTick
+    | RequestReceived
     | RequestFinished
     | GarbageReceived
     | StreamLost
     | PeerDisconnected
     | PeerConnected
+    | FromTrainer
+    | TrainerDisconnected
+    | DrainStarted
 )
-Event = ClockTick | PeerEvent | TrainerEvent | DrainStarted
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
@@ -308,8 +310,6 @@ class State(msgspec.Struct, frozen=True):
 
 # ---- statistics for status page and metrics ------------------------------------------------------
 
-CrewState = Literal["none", "forming", "preparing", "running"]
-
 
 class MemberStatistics(msgspec.Struct, frozen=True):
     """State of one member and its stage, from the crew's record and heartbeats."""
@@ -329,7 +329,8 @@ class MemberStatistics(msgspec.Struct, frozen=True):
 class CrewStatistics(msgspec.Struct, frozen=True):
     """State of this node's crew, if it has one."""
 
-    state: CrewState = "none"
+    state: str = Phase.FREE.value
+    """Phase of the crew: none, forming, preparing or running."""
     id: str = ""
     """Id of the crew, hex; empty without a crew."""
     stage: int | None = None
@@ -349,7 +350,7 @@ def statistics(state: State, now: float, settings: MembershipSettings) -> CrewSt
     """Return the state of this node's crew for status page and metrics."""
     crew = state.crew
     shown = CrewStatistics(
-        state=cast("CrewState", state.phase.value),
+        state=state.phase.value,
         offers=len(current_offers(state, now, settings)),
         recovery_seconds=state.recovery_seconds,
     )

@@ -22,7 +22,6 @@ from swarmnode.files import unix_listener
 from swarmnode.p2p.api import PeerStream, Streams
 from swarmnode.stages.crew_messages import (
     OPEN_BYTES,
-    SocketOpen,
     StreamKind,
     StreamOpen,
     StreamReady,
@@ -85,6 +84,18 @@ def stream_refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> 
     return "" if peers.members[opened.from_stage] == peer else "peer"
 
 
+class _Messages:
+    """The bytes of a stream of the network, as `wire.headed` reads them."""
+
+    def __init__(self, stream: PeerStream) -> None:
+        self._stream = stream
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        data = await self._stream.receive()
+        self._stream.unread(data[max_bytes:])
+        return data[:max_bytes]
+
+
 async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
     """Return the first message on a stream. Bytes behind it stay in the stream.
 
@@ -92,40 +103,26 @@ async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
         BadMessage: The reason is `oversize`, `malformed` or `schema`.
         PeerError: the stream ended.
     """
-    data = b""
-    end = 4
-    while len(data) < end or end == 4:
-        more = await stream.receive()
-        if not more:
-            raise PeerError("the stream ended before its first message")
-        data += more
-        if end == 4 and len(data) >= 4:
-            length = int.from_bytes(data[:4], "big")
-            if not 0 < length <= OPEN_BYTES:
-                raise BadMessage("oversize", f"a first message of {length} bytes")
-            end = 4 + length
-    stream.unread(data[end:])
-    message: StructT = strict.decode(data[4:end], kind)
+    message = await read_open(_Messages(stream), kind)
+    if message is None:
+        raise PeerError("the stream ended before its first message")
     return message
 
 
-async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
-    """Return the first message of a trainer's connection; None if the trainer sent nothing.
+async def read_open(stream: headed.Reader, kind: type[StructT]) -> StructT | None:
+    """Return the first message on a stream; None if it ended before.
 
     Raises:
         BadMessage: The reason is `oversize`, `malformed`, `schema` or `truncated`.
-        trio.BrokenResourceError, trio.ClosedResourceError: the socket failed.
+        trio.BrokenResourceError, trio.ClosedResourceError: a trainer's socket failed.
     """
-    opened: SocketOpen | None = await headed.read_header(
-        unix, lambda data: strict.decode(data, SocketOpen), OPEN_BYTES
-    )
-    return opened
+    return await headed.read_header(stream, lambda data: strict.decode(data, kind), OPEN_BYTES)
 
 
 #     trainer ─ socket ─ pipe ─ libp2p ═ stage stream ═ libp2p ─ pipe ─ socket ─ trainer
-#         Open{stage, kind} ─▶   StreamOpen ─▶ from the holder of that stage? park
+#         StreamOpen ─▶          StreamOpen ─▶ from the holder of that stage? park
 #                                ◀─ StreamReady   once its trainer has opened its end too
-#                                                                   ◀─ Open{stage, kind}
+#                                                                   ◀─ StreamOpen
 #
 # The lower stage dials, and repeats this while its trainer's connection is open and the crew is the
 # same. A pipe holds at most 256 KiB each way. When one end of a pipe ends, the other ends too.
@@ -255,7 +252,7 @@ class StreamProxy:
         opened = None
         try:
             with trio.move_on_after(OPEN_SECONDS):
-                opened = await read_open(unix)
+                opened = await read_open(unix, StreamOpen)
         except BadMessage as error:
             log.error("invalid first message of this node's trainer on the stage socket: %s", error)
         except _SOCKET_ERRORS:
@@ -263,16 +260,17 @@ class StreamProxy:
         crew = self._crew
         if opened is None or crew is None or opened.crew != crew.crew:
             return  # the trainer's crew is not the present one
-        if opened.stage == crew.stage or not 0 <= opened.stage < len(crew.members):
+        stage = opened.to_stage
+        if stage == crew.stage or not 0 <= stage < len(crew.members):
             return
-        key = (opened.stage, opened.kind)
+        key = (stage, opened.kind)
         if key in self._pipes:
             self._pipes[key].scope.cancel()
         pipe = self._pipes[key] = _Pipe(trio.CancelScope())
         peer_ended = False
         try:
             with pipe.scope:
-                dials = crew.stage < opened.stage
+                dials = crew.stage < stage
                 pipe.stream = await (
                     self._dial(crew, key) if dials else self._take_parked(crew, key)
                 )

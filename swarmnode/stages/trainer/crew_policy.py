@@ -16,7 +16,6 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
-from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
@@ -39,6 +38,7 @@ from swarmnode.trainer.engine import EngineStatistics
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, normalizer, trained
 from swarmnode.weights import local
+from swarmnode.weights.local import WeightsReport
 
 log = structlog.get_logger("swarmnode.crew")
 T = TypeVar("T")

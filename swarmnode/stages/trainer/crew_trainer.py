@@ -28,11 +28,10 @@ from swarmnode.policy.convert import prepare
 from swarmnode.policy.device import devices, probe
 from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
-from swarmnode.stages.crew_messages import StageAssignment, ToTrainer
+from swarmnode.stages.crew_messages import StageAssignment
 from swarmnode.stages.specs import stage_memory
 from swarmnode.stages.trainer.crew_model import cached_tokens, fits_whole, open_model
 from swarmnode.stages.trainer.crew_policy import CrewPolicy
-from swarmnode.stages.trainer.links import connect_all
 from swarmnode.stages.trainer.policy_copy import PolicyCopy
 from swarmnode.stages.trainer.restore import StageRecovery
 from swarmnode.stages.trainer.runner import StageRunner
@@ -121,17 +120,18 @@ class CrewTrainer:
                 lambda step: (
                     self.policy_copy.status_fields(step) if self.policy_copy is not None else {}
                 ),
-                connect=lambda assignment: connect_all(assignment, "state"),
-                owner=self._model.owner,
             )
             stack.callback(self._recovery.close)
             if c.stages.policy_copy in ("memory", "both"):
                 exchange = lambda: self._recovery.exchange
                 self.policy_copy = PolicyCopy(self._model, exchange, cached_tokens(c.training))
             self._link = Link(
-                c.node.data_dir, self._greet, self._receive_weights, self._receive_stages
+                c.node.data_dir,
+                self._greet,
+                self._receive_weights,
+                lambda message: runner.receive(message),
             )
-            self._runner = StageRunner(
+            runner = self._runner = StageRunner(
                 self._build,
                 self._recovery,
                 self._link.send,
@@ -287,6 +287,3 @@ class CrewTrainer:
             averaging.receive(message)
         else:
             averaging.refuse(message)
-
-    def _receive_stages(self, message: ToTrainer) -> None:
-        self._runner.receive(message)

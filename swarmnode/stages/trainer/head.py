@@ -60,6 +60,8 @@ MAX_REFUSALS: Final = 3
 """The crew ends when one stage refuses this many calls in a row."""
 SILENCE_FACTOR: Final = 4
 """A call fails after this factor × the longest time between two arrivals, see `Head`."""
+CALL_SECONDS: Final = 120.0
+"""Shortest silence after which a call fails."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,9 @@ class WorkRefused(PeerError):
 
 
 class Head(StageWorker):
-    """Stage 0 and scheduler of a crew. One of `generate`, `score` and `update` runs at a time.
-
-    Args:
-        seconds: A call fails if nothing arrives for `max(seconds, SILENCE_FACTOR × the longest time
-            between two arrivals)`.
+    """Stage 0 and scheduler of a crew. One of `generate`, `score` and `update` runs at a time. A
+    call fails if nothing arrives for `max(CALL_SECONDS, SILENCE_FACTOR × the longest time between
+    two arrivals)`.
     """
 
     def __init__(
@@ -133,12 +133,9 @@ class Head(StageWorker):
         settings: WorkerSettings,
         compute: WorkRunner = run_in_thread,
         optimizer: StageOptimizer | None = None,
-        *,
-        seconds: float = 120.0,
     ) -> None:
         super().__init__(runtime, links, fence, settings, compute, optimizer)
         self.open_waves: dict[int, Wave] = {}
-        self._seconds = seconds
         self._longest = 0.0
         """Longest time between two arrivals in a call."""
         self._last = -math.inf
@@ -400,7 +397,7 @@ class Head(StageWorker):
         while self._call_state.failed is None and not condition():
             if self._end_reason is not None:
                 raise PeerError(self._end_reason)
-            silence = max(self._seconds, SILENCE_FACTOR * self._longest)
+            silence = max(CALL_SECONDS, SILENCE_FACTOR * self._longest)
             self._changed = trio.Event()
             with trio.move_on_at(self._last + silence) as scope:
                 await self._changed.wait()

@@ -14,7 +14,7 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.files import socket_address
-from swarmnode.stages.crew_messages import SocketOpen, StageAssignment, StreamKind
+from swarmnode.stages.crew_messages import StageAssignment, StreamKind, StreamOpen
 from swarmnode.stages.stage_frames import CHUNK_BYTES, FRAME_REASONS, Frame, FrameLimits, read_frame
 from swarmnode.wire import headed
 
@@ -218,7 +218,7 @@ async def connect(assignment: StageAssignment, stage: int, kind: StreamKind) -> 
     Raises:
         PeerError: the network process does not answer.
     """
-    opened = headed.pack(SocketOpen(assignment.crew, stage, kind))
+    opened = headed.pack(StreamOpen(assignment.crew, assignment.stage, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
         while True:
             address, directory = socket_address(Path(assignment.socket))

@@ -18,7 +18,6 @@ from swarmnode.stages.trainer.copy_codec import BaseTensors, copied_layout, copy
 from swarmnode.stages.trainer.pipeline import StageWorker, WorkRunner
 from swarmnode.stages.trainer.stage_batches import decode, encode, make_batch
 from swarmnode.stages.trainer.stage_checkpoints import (
-    CheckpointMetadata,
     CheckpointStore,
     LoadedStage,
     Recorder,
@@ -86,11 +85,6 @@ class LocalStage:
     @property
     def settings(self) -> RecoverySettings:
         return self.recorder.settings
-
-    def stored(self, stage: int) -> CheckpointMetadata | None:
-        """Return the metadata of the checkpoint of `stage` on this node's disk; None without
-        one."""
-        return self.store.metadata(stage)
 
     def read_checkpoint(self) -> LoadedStage:
         """Read the checkpoint of the own stage.

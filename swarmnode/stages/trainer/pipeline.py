@@ -264,7 +264,7 @@ class StageWorker:
             self._deferred or self.links.full(self.index + 1)
         ):
             await self._handle(arrival)
-        elif len(self._deferred) < self.links.limits.waves:
+        elif len(self._deferred) < MAX_PENDING:
             self._deferred.append(arrival)
         else:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
@@ -470,8 +470,9 @@ def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes)
 
 
 MAX_PENDING = limits.STAGE_WAITING
-"""Maximum number of micro-batches from other stages that are stored at a time, including those
-of an aborted attempt. A schedule has at most `max(MAX_IN_FLIGHT, stages)` in flight."""
+"""Maximum number of micro-batches from other stages that are stored at a time, including those of
+an aborted attempt: far more than a schedule has in flight. Also that of open waves, and of scores
+and waves that wait."""
 
 
 @dataclass
@@ -684,7 +685,7 @@ class WaveDecoder:
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
         description = read_wave(about, frame.rows, worker.links.limits)
-        if len(self._waves) >= worker.links.limits.waves:
+        if len(self._waves) >= MAX_PENDING:
             raise BadMessage("bounds", "more waves than are open at a time")
         x = (
             None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from swarmnode.stages.trainer.checkfree import (
     synthesise,
 )
 from swarmnode.stages.trainer.crew_model import CrewModel
-from swarmnode.stages.trainer.links import close_streams
+from swarmnode.stages.trainer.links import close_streams, connect_all
 from swarmnode.stages.trainer.local_stage import LocalStage, PartialBody
 from swarmnode.stages.trainer.pipeline import StageWorker
 from swarmnode.stages.trainer.stage import Stage
@@ -77,8 +77,6 @@ log = structlog.get_logger("swarmnode.crew")
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
 """Names in `SOURCES` from which a stage can be restored. `neighbour`: a replica checkpoint, on
 any member's disk or on this node's."""
-ReportSource = Callable[[Literal["loading"], str], None]
-"""Function that reports the source that is tried next."""
 BaseWeights = Callable[[], Tensors]
 """Reads the weights that training began with, by the stage's names. Raises LocalError."""
 
@@ -120,13 +118,12 @@ async def restore(
     exchange: StateExchange,
     *,
     step: int,
-    base: BaseWeights | None,
-    notify: Callable[[str], None] = lambda source: None,
+    base: BaseWeights,
+    notify: Callable[[str], None],
 ) -> RestoredStage:
     """Restore `exchange.stage.runtime` for a crew that has committed `step` steps.
 
     Args:
-        base: Reader of the base model's weights; None if the base must not be a source.
         notify: Called with the name of each source before it is tried.
 
     Raises:
@@ -136,7 +133,7 @@ async def restore(
     stage.phase, stage.restored = "restoring", None
     inventories = await exchange.fetch.ask()
     tried: list[tuple[SourceName, str]] = []
-    for source in _sources(stage, inventories, step, base is not None):
+    for source in _sources(stage, inventories, step):
         notify(source.name)
         try:
             loaded = await _load(exchange, source, inventories, base)
@@ -151,12 +148,12 @@ async def restore(
             stage.phase, stage.restored = "ready", loaded.state
             return RestoredStage(source, tuple(tried), loaded)
         tried.append((source.name, reason))
-    reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a checkpoint"
+    reasons = "; ".join(f"{name}: {why}" for name, why in tried)
     raise Refused(f"no source is left for this stage: {reasons}")
 
 
 def _sources(
-    stage: LocalStage, inventories: Mapping[int, InventoryMessage], step: int, has_base: bool
+    stage: LocalStage, inventories: Mapping[int, InventoryMessage], step: int
 ) -> list[RestoreSource]:
     """Return the sources of this stage, the best first."""
     checkpoints = [
@@ -164,7 +161,7 @@ def _sources(
         for holder, held in inventories.items()
         if held.checkpoint is not None
     ]
-    if (own := stage.stored(stage.spec.index)) is not None:
+    if (own := stage.store.metadata(stage.spec.index)) is not None:
         usable = own.own and step - 1 <= own.step <= step
         checkpoints.append(
             RestoreSource("checkpoint" if own.own else "neighbour", own.step, None, usable)
@@ -188,14 +185,14 @@ def _sources(
             *(checkpoint for checkpoint in checkpoints if checkpoint.usable),
             RestoreSource(mode),
         ]
-    return [*checkpoints, RestoreSource("base")] if has_base else checkpoints
+    return [*checkpoints, RestoreSource("base")]
 
 
 async def _load(
     exchange: StateExchange,
     source: RestoreSource,
     inventories: Mapping[int, InventoryMessage],
-    base: BaseWeights | None,
+    base: BaseWeights,
 ) -> LoadedStage:
     """Load the stage from `source` into the runtime.
 
@@ -216,7 +213,7 @@ async def _read(
     exchange: StateExchange,
     source: RestoreSource,
     inventories: Mapping[int, InventoryMessage],
-    base: BaseWeights | None,
+    base: BaseWeights,
 ) -> LoadedStage:
     stage, spec = exchange.stage, exchange.stage.spec
     if source.name in ("checkpoint", "neighbour"):
@@ -224,7 +221,6 @@ async def _read(
             return await exchange.channel.compute(stage.read_checkpoint)
         return stage.warming_up(await exchange.fetch.state(source.holder, "checkpoint", spec.index))
     if source.name == "base":
-        assert base is not None
         return stage.warming_up(StageState(0, await exchange.channel.compute(base)))
     weights = await _synthesise(exchange, inventories)
     return LoadedStage(StageState(0, weights), LrScale(LEARNING_RATE_FACTOR))
@@ -309,8 +305,6 @@ class StageRecovery:
         model: The model.
         averaging: Returns the averaging of the present stage; None without averaging.
         extra_status: Returns further fields of `status_fields` for a step of the crew.
-        connect: Opens a state stream to each other stage. Raises PeerError.
-        owner: `trainer.state.owner` of the policy, for exports.
     """
 
     def __init__(
@@ -320,9 +314,6 @@ class StageRecovery:
         model: CrewModel,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
         extra_status: Callable[[int], dict[str, int]] = lambda step: {},
-        *,
-        connect: Callable[[StageAssignment], Awaitable[dict[int, trio.abc.Stream]]],
-        owner: str,
     ) -> None:
         self.outer: Tensors = {}
         """State of averaging from the own checkpoint; empty after any other source."""
@@ -334,8 +325,6 @@ class StageRecovery:
         self._model = model
         self._averaging = averaging
         self._extra_status = extra_status
-        self._connect = connect
-        self._owner = owner
         self._layouts: tuple[Layout, ...] = ()
         self._partial_bodies: dict[int, PartialBody] = {}
         self._recorder: Recorder | None = None
@@ -368,7 +357,7 @@ class StageRecovery:
         lora = lora_settings(model.policy) if model.terms.lora.r else None
         specs = stage_specs(model.config, assignment.layers)
         layouts = stage_layouts(model.config, specs, lora)
-        identity = CheckpointIdentity(assignment.lineage.hex(), assignment.layers, self._owner)
+        identity = CheckpointIdentity(assignment.lineage.hex(), assignment.layers, model.owner)
         if layouts != self._layouts:
             self._partial_bodies.clear()
         self._layouts = layouts
@@ -398,7 +387,7 @@ class StageRecovery:
         """
         assert self._recorder is not None
         averaging = self._averaging()
-        streams = await self._connect(assignment)
+        streams = await connect_all(assignment, "state")
         try:
             local = LocalStage(
                 stage.runtime,
@@ -425,11 +414,13 @@ class StageRecovery:
                 averaging.probe.close()
             await close_streams(streams)
 
-    async def restore(self, stage: Stage, assignment: StageAssignment, notify: ReportSource) -> str:
+    async def restore(
+        self, stage: Stage, assignment: StageAssignment, notify: Callable[[str], None]
+    ) -> str:
         """Restore `stage` and return the name of its source.
 
         Args:
-            notify: Called with "loading" and the source that is tried next.
+            notify: Called with the source that is tried next.
 
         Raises:
             Refused: No source can be used.
@@ -439,7 +430,7 @@ class StageRecovery:
             self.exchange,
             step=assignment.step,
             base=self._base(stage),
-            notify=lambda source: notify("loading", source),
+            notify=notify,
         )
         self._partial_bodies.pop(assignment.stage, None)
         restored.install(stage.worker)

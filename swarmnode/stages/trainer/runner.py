@@ -164,7 +164,7 @@ class StageRunner:
             else:
                 if assignment.step:
                     session.source = await self._recovery.restore(
-                        stage, assignment, partial(self._update, session)
+                        stage, assignment, partial(self._update, session, "loading")
                     )
                 self._on_ready(stage)
                 stage.source = session.source

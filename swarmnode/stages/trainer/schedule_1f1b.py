@@ -24,9 +24,6 @@ which has no gradient to wait for."""
 
 IN_FLIGHT_FACTOR: Final = 2
 """Factor of the paper's limit of micro-batches in flight."""
-MAX_IN_FLIGHT: Final = 32
-"""Upper bound of the limit. The next stage stores at most `limits.STAGE_WAITING` micro-batches,
-including those of an aborted attempt."""
 
 
 class Schedule:
@@ -38,9 +35,7 @@ class Schedule:
         """Forwards that have arrived and have not run."""
         self.in_flight: dict[Visit, LimitRule] = {}
         """Visits that wait for their gradient."""
-        self._max_in_flight = max(
-            stages - stage, min(IN_FLIGHT_FACTOR * (stages - stage), MAX_IN_FLIGHT)
-        )
+        self._max_in_flight = IN_FLIGHT_FACTOR * (stages - stage)
         self._backwards: deque[Visit] = deque()
         self._seen: set[Visit] = set()
 

@@ -21,10 +21,6 @@ log = structlog.get_logger("swarmnode.crew")
 T = TypeVar("T")
 
 
-HEAD_SECONDS = 120.0
-"""`Head.seconds`: shortest silence after which a call of the head fails."""
-
-
 class StageMeter(Observer):
     """Runs a stage's computations in a thread, and measures their time."""
 
@@ -148,7 +144,7 @@ class Stage:
         links = Links(self.index, streams, self._limits)
         fence = Fence(place, len(assignment.layers))
         common = (self.runtime, links, fence, self._settings, self.meter, self.optimizer)
-        worker = Head(*common, seconds=HEAD_SECONDS) if self.index == 0 else StageWorker(*common)
+        worker = Head(*common) if self.index == 0 else StageWorker(*common)
         worker.observers = self.observers
         return worker
 

@@ -16,7 +16,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.policy.logprobs import Batch, collate
 from swarmnode.policy.ways import Row
-from swarmnode.rl.corrections import importance_weights, own_correction
+from swarmnode.rl.corrections import importance_weights
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages.stage_frames import (
     ActivationCodec,
@@ -88,7 +88,6 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
         weights=pack_logprobs([row.weight for row in rows]),
         normalizer=float(normalizer),
         loss_type=cfg.loss_type,
-        correction=own_correction(cfg.options),
     )
 
 
@@ -128,7 +127,7 @@ def compute_loss(
         mask.cpu(), torch.tensor(unpack_logprobs(loss.sampler_logprobs))
     )
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
-    correction = importance_weights(logprobs, sampler.to(logprobs.device), mask, loss.correction)
+    correction = importance_weights(logprobs, sampler.to(logprobs.device), mask)
     weights = per_row(loss.weights).unsqueeze(1) * correction
     value = policy_loss(
         logprobs,

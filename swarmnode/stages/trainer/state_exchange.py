@@ -57,7 +57,6 @@ from swarmnode.stages.state_messages import (
     StoredMessage,
     WantMessage,
     hash_body,
-    pack_state,
     read_state,
 )
 from swarmnode.stages.trainer.copy_codec import CopyTensors, copied_layout, decode_copy
@@ -75,6 +74,7 @@ from swarmnode.stages.trainer.stage_checkpoints import (
     stored_stages,
     trained,
 )
+from swarmnode.wire import headed
 
 log = structlog.get_logger("swarmnode.crew")
 
@@ -166,7 +166,7 @@ class StateFetcher:
 
         async def one(stage: int) -> None:
             with contextlib.suppress(PeerError):  # it counts as a stage that has stored nothing
-                found[stage] = await self._channel.ask(stage, ASK_SECONDS)
+                found[stage] = await self._channel.ask(stage)
 
         until = trio.current_time() + ASK_SECONDS
         while True:
@@ -318,7 +318,7 @@ class StageStateServer:
             self._channel.post(stage, LackMessage(self._channel.place, message.request, lack))
 
     def _inventory(self, stage: int, request: int) -> InventoryMessage:
-        checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
+        checkpoint, recorder = self._stage.store.metadata(stage), self._stage.recorder
         ends = recorder.ends.get(stage)
         return InventoryMessage(
             self._channel.place,
@@ -380,7 +380,7 @@ class StageStateServer:
             case "checkpoint" if of == spec.index and recorder.replica is not None:
                 replica = recorder.replica
                 return ServedBody(replica.step, lambda: replica.body, replica.squared_norm)
-            case "checkpoint" if of != spec.index and (stored := local.stored(of)) is not None:
+            case "checkpoint" if of != spec.index and (stored := local.store.metadata(of)):
                 read = lambda: local.store.read(of).body.numpy().data
                 return ServedBody(stored.step, read, stored.squared_norm)
             case "ends" if of in recorder.ends:
@@ -490,7 +490,7 @@ class CheckpointSharing:
 
     async def _store_newest(self, stage: int, new: AnnounceMessage) -> int:
         """Fetch and store the announced body, or a newer one. Return its step."""
-        stored = self._stage.stored(stage) if new.what == "checkpoint" else None
+        stored = self._stage.store.metadata(stage) if new.what == "checkpoint" else None
         if stored is not None and not stored.own and stored.step == new.step:
             return new.step
         have, body = await self._fetch.body(stage, new.what, stage)
@@ -599,15 +599,15 @@ class StateChannel:
         self._nursery.start_soon(work)
         return True
 
-    async def ask(self, stage: int, seconds: float) -> InventoryMessage:
+    async def ask(self, stage: int) -> InventoryMessage:
         """Return the answer of `stage`: which bodies of this stage it has stored.
 
         Raises:
-            PeerError: The stage is gone, sent an invalid answer, or none within `seconds`.
+            PeerError: The stage is gone, sent an invalid answer, or none within ASK_SECONDS.
         """
         with self.counting_bad_messages(stage), self._request(stage) as (number, answers):
             await self.send(stage, AskMessage(self.place, number))
-            answer, _ = await self._receive(stage, answers, seconds)
+            answer, _ = await self._receive(stage, answers, ASK_SECONDS)
             if not isinstance(answer, InventoryMessage):
                 raise BadMessage("schema", f"{type(answer).__name__} as answer to AskMessage")
             return answer
@@ -717,7 +717,7 @@ class StateChannel:
         if stage in self.ended or stage not in self.streams:
             raise self._gone_error(stage)
         try:
-            await self._outboxes[stage][0].send(pack_state(message, body))
+            await self._outboxes[stage][0].send(headed.pack(message, body))
         except trio.BrokenResourceError:
             raise self._gone_error(stage) from None
 

@@ -27,10 +27,9 @@ from swarmnode.weights.messages import (
     Message,
     Swap,
     decode_message,
-    encode_message,
 )
 from swarmnode.weights.rule import too_far_behind
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 
 POLL_INTERVAL: Final = 2.0
 """Seconds between two searches for connected peers without a recent claim."""
@@ -56,7 +55,7 @@ async def ask(
     data = await network.requests.request(
         peer,
         ids.WEIGHTS_PROTOCOL,
-        encode_message(message),
+        strict.encode(message),
         deadline=seconds,
         max_response_bytes=MESSAGE_BYTES,
     )

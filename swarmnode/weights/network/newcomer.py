@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import random
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -37,12 +36,10 @@ from swarmnode.weights.local import (
     SendToTrainer,
 )
 from swarmnode.weights.messages import (
-    STATE_BYTES,
-    STATE_REQUEST_BYTES,
+    MESSAGE_BYTES,
     StateRequest,
     StateResponse,
     decode_state,
-    encode_message,
 )
 from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.network.payload_store import (
@@ -52,27 +49,18 @@ from swarmnode.weights.network.payload_store import (
     offer_seconds,
 )
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 3.0
 """Least duration of a search, in which further neighbours may connect."""
 POLL_INTERVAL: Final = 0.5
-PROGRESS_SECONDS: Final = 30.0
-"""Interval of the progress messages to a trainer that waits for a state."""
 ASKED: Final = 3
 """Maximum number of neighbours that are asked at a time, because each writes a file of its
 weights."""
 ADOPT_SECONDS: Final = 300.0
 """Time limit for the trainer to read and adopt a state."""
-
-
-class OfferedState(msgspec.Struct, frozen=True):
-    """A neighbour's outer step and the file with its tensors."""
-
-    outer_step: int
-    payload: RemotePayload
 
 
 class StateSeeker:
@@ -136,7 +124,7 @@ class StateSeeker:
         deadline = began + local.JOIN_SECONDS + self._replica.writing_seconds
         asked: set[str] = set()
         silent: set[str] = set()
-        offers: dict[str, OfferedState] = {}
+        offers: dict[str, RemotePayload] = {}
         async with trio.open_nursery() as nursery:
             while trio.current_time() < deadline:
                 others = [
@@ -165,7 +153,7 @@ class StateSeeker:
         log.info("starting from the base policy: no state to take, known neighbours=%d", len(asked))
         return False
 
-    async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
+    async def _ask(self, peer: str, offers: dict[str, RemotePayload], silent: set[str]) -> None:
         try:
             offer = await self._request_offer(peer)
             if offer is not None and 0 < offer.outer_step <= LARGEST_OUTER_STEP:
@@ -173,38 +161,33 @@ class StateSeeker:
         finally:
             silent.discard(peer)
 
-    async def _request_offer(self, peer: str) -> OfferedState | None:
+    async def _request_offer(self, peer: str) -> RemotePayload | None:
         """Request a peer's state. Return None if it has none or answers with an invalid message."""
         try:
             data = await self._network.requests.request(
                 peer,
                 ids.WEIGHTS_STATE_PROTOCOL,
-                encode_message(StateRequest(self._replica.state_fingerprint)),
+                strict.encode(StateRequest(self._replica.fingerprint, self._replica.blocks)),
                 deadline=min(
                     WRITE_SECONDS + MARGIN_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS
                 ),
-                max_response_bytes=STATE_BYTES,
+                max_response_bytes=MESSAGE_BYTES,
             )
         except PeerError as error:
             log.info("no state: peer=%s error=%s", peer, error)
             return None
         try:
-            return self._open(peer, data)
+            response = decode_state(data)
+            if not isinstance(response, StateResponse):
+                raise BadMessage("schema", "not a response")
+            if response.size > self._limit():
+                raise BadMessage("oversize", f"{response.size} bytes of state")
         except BadMessage as bad:
             log.warning("invalid answer about a state: peer=%s reason=%s", peer, bad)
             self._network.rejected(peer, "weights_manifest", PROOF)
             return None
-
-    def _open(self, peer: str, data: bytes) -> OfferedState:
-        """Decode an answer. Raises BadMessage."""
-        response = decode_state(data)
-        if not isinstance(response, StateResponse):
-            raise BadMessage("schema", "not a response")
-        if response.size > self._limit():
-            raise BadMessage("oversize", f"{response.size} bytes of state")
-        return OfferedState(
-            response.outer_step,
-            RemotePayload(peer, response.transfer, response.root, response.size),
+        return RemotePayload(
+            peer, response.transfer, response.root, response.size, response.outer_step
         )
 
     def _limit(self) -> int:
@@ -214,28 +197,9 @@ class StateSeeker:
             else 0
         )
 
-    async def _take(self, offer: OfferedState) -> bool:
+    async def _take(self, remote: RemotePayload) -> bool:
         """Fetch a state and have the trainer adopt it. Return True if it did."""
-        path = self._store.new_path()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._report_progress, offer, path)
-            taken = await self._fetch(offer, path)
-            nursery.cancel_scope.cancel()
-        return taken
-
-    async def _report_progress(self, offer: OfferedState, path: Path) -> None:
-        """Send the trainer a message whenever the transfer has progressed. The state of a 7 B model
-        takes ten minutes at home bandwidth."""
-        before = 0
-        while True:
-            await trio.sleep(PROGRESS_SECONDS)
-            missing = self._store.missing_chunks(path)
-            if missing is not None and missing < before:
-                self._send_to_trainer(local.AdoptState(offer.payload.peer, "", offer.outer_step))
-            before = missing or 0
-
-    async def _fetch(self, offer: OfferedState, path: Path) -> bool:
-        remote, outer_step = offer.payload, offer.outer_step
+        path, outer_step = self._store.new_path(), remote.outer_step
         deadline = trio.current_time() + offer_seconds(remote.size)
         try:
             self._send_to_trainer(local.AdoptState(remote.peer, "", outer_step))
@@ -315,8 +279,8 @@ class StateServer:
         self._network.requests.serve(
             ids.WEIGHTS_STATE_PROTOCOL,
             self._serve,
-            max_request_bytes=STATE_REQUEST_BYTES,
-            max_response_bytes=STATE_BYTES,
+            max_request_bytes=MESSAGE_BYTES,
+            max_response_bytes=MESSAGE_BYTES,
             concurrent=8,
             per_peer=1,
             deadline=ANSWER_SECONDS,
@@ -358,13 +322,14 @@ class StateServer:
         except BadMessage:
             self._network.rejected(peer, "weights_malformed", PROOF)
             raise
-        if self._replica.facts is None or request.fingerprint != self._replica.state_fingerprint:
+        mine = self._replica.fingerprint, self._replica.blocks
+        if self._replica.facts is None or (request.fingerprint, request.blocks) != mine:
             raise PeerError("another policy")
         state = await self._current()
         offer = state.offer
         if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
             raise PeerError("the state has expired")
-        return encode_message(
+        return strict.encode(
             StateResponse(state.outer_step, offer.transfer, offer.root, offer.size)
         )
 

@@ -68,6 +68,8 @@ class RemotePayload(msgspec.Struct, frozen=True):
     transfer: bytes
     root: bytes
     size: int
+    outer_step: int
+    """Outer steps that its weights have taken, by the peer's claim."""
 
 
 class PayloadStore:
@@ -81,7 +83,6 @@ class PayloadStore:
         self._bulk = bulk
         self._directory = directory
         self._offers: dict[bytes, PayloadOffer] = {}
-        self._sinks: dict[Path, FileSink] = {}
 
     async def run(self) -> None:
         """End expired offers until cancelled."""
@@ -180,18 +181,8 @@ class PayloadStore:
             raise PeerError(
                 f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}"
             )
-        sink = self._sinks[path] = await trio.to_thread.run_sync(
-            lambda: FileSink(manifest, path, limit=limit)
-        )
-        try:
-            await self._fill_in_time(sink, remote, deadline)
-        finally:
-            del self._sinks[path]
-
-    def missing_chunks(self, path: Path) -> int | None:
-        """Return the number of missing chunks of the transfer into `path`; None without one."""
-        sink = self._sinks.get(path)
-        return None if sink is None else len(sink.missing())
+        sink = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
+        await self._fill_in_time(sink, remote, deadline)
 
     async def _fill_in_time(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
         """Fill `sink`, and cancel a transfer that is more than MAX_DELAY_SECONDS late. Raises the

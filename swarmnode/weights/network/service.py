@@ -24,34 +24,9 @@ from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.network.discovery import Discovery
 from swarmnode.weights.network.newcomer import StateSeeker, StateServer
 from swarmnode.weights.network.payload_store import PayloadStore
-from swarmnode.weights.network.swaps import SwapService
+from swarmnode.weights.network.swaps import SwapService, WeightsStatistics
 
 log = logging.getLogger(__name__)
-
-
-class WeightsStatistics(msgspec.Struct, frozen=True):
-    """Counts and state of averaging, for the status page and metrics."""
-
-    enabled: bool = False
-    """True if this node averages with peers."""
-    phase: str = ""
-    """Phase of the earliest swap under way: idle, proposing, copying, waiting, fetching or
-    judging."""
-    partner: str = ""
-    outcomes: dict[str, int] = {}
-    """Outer steps, proposals and swaps by `swaps.OUTCOMES`."""
-    failures: dict[str, int] = {}
-    """Failed swaps by `swaps.FAILURES`."""
-    judged: dict[str, int] = {}
-    """Partners' weights by `local.OUTCOMES`."""
-    candidates: int = 0
-    """Number of peers that are candidates for a swap."""
-    exchange_seconds: float = 0.0
-    """Duration of the applied swaps, summed."""
-    received_bytes: int = 0
-    """Length of the payloads that they fetched, summed."""
-    pairs: dict[str, int] = {}
-    """Number of applied swaps by peer. Shown to the operator, never a metric label."""
 
 
 class WeightService:
@@ -129,19 +104,8 @@ class WeightService:
             task_status.started()
 
     def statistics(self) -> WeightsStatistics:
-        counts, (phase, partner) = self._swaps.statistics, self._swaps.phase
-        return WeightsStatistics(
-            enabled=self._enabled and bool(self._discovery.partners),
-            phase=phase,
-            partner=partner,
-            outcomes=dict(counts.outcomes),
-            failures=dict(counts.failures),
-            judged=dict(counts.judged),
-            candidates=len(self._discovery.candidates()),
-            exchange_seconds=counts.seconds,
-            received_bytes=counts.received_bytes,
-            pairs=self._swaps.pairs(),
-        )
+        enabled = self._enabled and bool(self._discovery.partners)
+        return msgspec.structs.replace(self._swaps.statistics(), enabled=enabled)
 
     # ---- for the trainer -------------------------------------------------------------------------
 

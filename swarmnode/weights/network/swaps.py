@@ -62,7 +62,6 @@ from swarmnode.weights.messages import (
     Refused,
     Swap,
     decode_message,
-    encode_message,
 )
 from swarmnode.weights.network.discovery import REQUEST_SECONDS, Discovery, ask
 from swarmnode.weights.network.payload_store import (
@@ -71,7 +70,7 @@ from swarmnode.weights.network.payload_store import (
     RemotePayload,
     offer_seconds,
 )
-from swarmnode.wire import ids
+from swarmnode.wire import ids, strict
 
 log = logging.getLogger(__name__)
 
@@ -146,17 +145,6 @@ FALSE_DATA: Final = frozenset(("size", "hash", "malformed"))
 """Failures that prove that the partner sent false data. They cost it reputation."""
 
 
-@dataclass(frozen=True)
-class OfferedPayload:
-    """This node's weights of some blocks, copied, encoded and offered to partners."""
-
-    offer: PayloadOffer
-    outer_step: int
-    """Outer steps that the blocks had taken when they were copied."""
-    at: float
-    """Time of the copy."""
-
-
 @dataclass(eq=False)
 class Search:
     """The search of partners for an own outer step."""
@@ -176,8 +164,9 @@ class SwapState:
     blocks: bytes
     """The swapped blocks of the fragment, as a bitmask (`fragments.pack`)."""
     phase: str = "proposing"
-    copy: OfferedPayload | None = None
-    """The copy that is offered to the partner."""
+    copy: PayloadOffer | None = None
+    """This node's weights of the blocks, encoded and offered to the partner."""
+    copied_at: float = 0.0
     offered: trio.Event = field(default_factory=trio.Event)
     """Set when `copy` is offered, or the swap has ended without one."""
     partner_offer: Ready | None = None
@@ -193,18 +182,29 @@ class SwapState:
     began: float = field(default_factory=trio.current_time)
 
 
-@dataclass
-class ExchangeStatistics:
-    """Counts of outer steps and swaps."""
+class WeightsStatistics(msgspec.Struct, frozen=True):
+    """Counts and state of averaging, for the status page and metrics."""
 
-    outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
-    failures: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURES, 0)))
-    judged: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(local.OUTCOMES, 0)))
+    enabled: bool = False
+    """True if this node averages with peers."""
+    phase: str = ""
+    """Phase of the earliest swap under way: idle, proposing, copying, waiting, fetching or
+    judging."""
+    partner: str = ""
+    outcomes: dict[str, int] = {}
+    """Outer steps, proposals and swaps by OUTCOMES."""
+    failures: dict[str, int] = {}
+    """Failed swaps by FAILURES."""
+    judged: dict[str, int] = {}
     """Partners' weights by `local.OUTCOMES`."""
-    seconds: float = 0.0
+    candidates: int = 0
+    """Number of peers that are candidates for a swap."""
+    exchange_seconds: float = 0.0
     """Duration of the applied swaps, summed."""
     received_bytes: int = 0
-    """Bytes of the payloads that the applied swaps fetched, summed."""
+    """Length of the payloads that they fetched, summed."""
+    pairs: dict[str, int] = {}
+    """Number of applied swaps by peer. Shown to the operator, never a metric label."""
 
 
 class SwapService:
@@ -229,7 +229,10 @@ class SwapService:
         may_propose: Callable[[], bool] = lambda: True,
         rng: random.Random | None = None,
     ) -> None:
-        self.statistics = ExchangeStatistics()
+        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._failures = Counter(dict.fromkeys(FAILURES, 0))
+        self._judged = Counter(dict.fromkeys(local.OUTCOMES, 0))
+        self._exchange_seconds, self._received_bytes = 0.0, 0
         self._network = network
         self._replica = replica
         self._discovery = discovery
@@ -330,7 +333,7 @@ class SwapService:
         if self._needs_partner(search):
             fragment, blocks = search.due.fragment, pack(search.blocks)
             del self._searches[fragment]
-            self.statistics.outcomes["solo"] += 1
+            self._outcomes["solo"] += 1
             self._send_to_trainer(local.SoloStep(fragment, blocks))
 
     def _needs_partner(self, search: Search) -> bool:
@@ -394,7 +397,7 @@ class SwapService:
                 pass
             case _:
                 self._report_false_data(peer, "weights_malformed")
-        self.statistics.outcomes[outcome] += 1
+        self._outcomes[outcome] += 1
         del self._swaps[fragment]
         swap.over.set()
         return None
@@ -426,12 +429,12 @@ class SwapService:
         match message:
             case Here():
                 self._discovery.received(peer, message)
-                return encode_message(self._discovery.claim())
+                return strict.encode(self._discovery.claim())
             case Swap():
                 self._discovery.received(peer, message)
-                return encode_message(self.answer(peer, message))
+                return strict.encode(self.answer(peer, message))
             case Payload():
-                return encode_message(await self._payload(peer, message))
+                return strict.encode(await self._payload(peer, message))
 
     def answer(self, peer: str, request: Swap) -> Accepted | Busy | Refused:
         """Accept or decline the swap that a peer proposes."""
@@ -486,15 +489,15 @@ class SwapService:
             await swap.offered.wait()
         if not swap.offered.is_set():
             return Busy(request.id)
-        copy = swap.copy
+        offer, snapshot = swap.copy, swap.snapshot
         if (
-            copy is None
-            or not self._store.is_offered(copy.offer)
-            or trio.current_time() > copy.at + self._age_limit
+            offer is None
+            or snapshot is None
+            or not self._store.is_offered(offer)
+            or trio.current_time() > swap.copied_at + self._age_limit
         ):
             return Refused(request.id, "over")
-        offer = copy.offer
-        return Ready(request.id, offer.transfer, offer.root, offer.size, copy.outer_step)
+        return Ready(request.id, offer.transfer, offer.root, offer.size, snapshot.outer_step)
 
     # ---- an accepted swap ------------------------------------------------------------------------
 
@@ -547,7 +550,7 @@ class SwapService:
         )
         until = trio.current_time() + self._copy_seconds + fetched
         offer = self._store.offer(payload, until, [swap.peer])
-        swap.copy = OfferedPayload(offer, snapshot.outer_step, trio.current_time())
+        swap.copy, swap.copied_at = offer, trio.current_time()
         swap.offered.set()
         return ""
 
@@ -580,7 +583,7 @@ class SwapService:
         """Fetch the partner's payload into a file and verify each chunk."""
         assert swap.partner_offer is not None
         swap.phase, swap.path, offer = "fetching", self._store.new_path(), swap.partner_offer
-        remote = RemotePayload(swap.peer, offer.transfer, offer.root, offer.size)
+        remote = RemotePayload(swap.peer, offer.transfer, offer.root, offer.size, offer.outer_step)
         limit = self._replica.limits[swap.fragment]
         deadline = trio.current_time() + self._transfer_seconds(swap)
         try:
@@ -626,7 +629,7 @@ class SwapService:
             swap: The swap.
             cause: An entry of FAILURES; empty for a success.
         """
-        now, outcomes = trio.current_time(), self.statistics.outcomes
+        now, outcomes = trio.current_time(), self._outcomes
         if self._swaps.get(swap.fragment) is swap:
             del self._swaps[swap.fragment]
         if swap.path is not None:
@@ -636,12 +639,12 @@ class SwapService:
         if cause:
             log.info("swap failed: peer=%s cause=%s", swap.peer, cause)
             outcomes["failed"] += 1
-            self.statistics.failures[cause] += 1
+            self._failures[cause] += 1
             if swap.ended is None:
                 self._send_to_trainer(local.DropSwap(swap.id))
             # If this node's gate refused, the partner may still apply the payload.
             if swap.copy is not None and cause != "gate":
-                self._store.withdraw(swap.copy.offer)
+                self._store.withdraw(swap.copy)
             if cause in FALSE_DATA:
                 self._report_false_data(swap.peer, f"weights_{cause}")
             elif cause == "gate" and swap.ended is not None and local.OUTCOMES[swap.ended.outcome]:
@@ -650,9 +653,9 @@ class SwapService:
                 self._fail(swap.peer)
         else:
             outcomes["applied"] += 1
-            self.statistics.seconds += now - swap.began
+            self._exchange_seconds += now - swap.began
             if swap.partner_offer is not None:
-                self.statistics.received_bytes += swap.partner_offer.size
+                self._received_bytes += swap.partner_offer.size
             if (search := self._searches.get(swap.fragment)) is not None:
                 search.blocks -= unpack(swap.blocks)
                 if not search.blocks:
@@ -707,7 +710,7 @@ class SwapService:
     def swap_ended(self, ended: local.SwapEnded) -> None:
         """Take the trainer's result of a swap."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
-        self.statistics.judged[outcome] += 1
+        self._judged[outcome] += 1
         for swap in self._swaps.values():
             if swap.id == ended.session:
                 swap.ended = msgspec.structs.replace(ended, outcome=outcome)
@@ -716,18 +719,20 @@ class SwapService:
 
     # ---- statistics and time limits --------------------------------------------------------------
 
-    @property
-    def phase(self) -> tuple[str, str]:
-        """Phase and partner of the earliest swap under way; `idle` without one."""
+    def statistics(self) -> WeightsStatistics:
+        """Return the counts of outer steps and swaps. `enabled` is the caller's."""
         swap = next(iter(self._swaps.values()), None)
-        return ("idle", "") if swap is None else (swap.phase, swap.peer)
-
-    def pairs(self) -> dict[str, int]:
-        """Return the number of applied swaps by peer. Shown to the operator, never a metric
-        label."""
-        return {
-            peer: partner.applied for peer, partner in self._partners.items() if partner.applied
-        }
+        return WeightsStatistics(
+            phase=swap.phase if swap is not None else "idle",
+            partner=swap.peer if swap is not None else "",
+            outcomes=dict(self._outcomes),
+            failures=dict(self._failures),
+            judged=dict(self._judged),
+            candidates=len(self._discovery.candidates()),
+            exchange_seconds=self._exchange_seconds,
+            received_bytes=self._received_bytes,
+            pairs={peer: known.applied for peer, known in self._partners.items() if known.applied},
+        )
 
     @property
     def _interval(self) -> float:

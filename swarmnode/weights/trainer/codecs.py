@@ -24,7 +24,7 @@ import torch
 
 from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import BLOCK, CODECS, Codec, Layout, TensorSpec
-from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
+from swarmnode.weights.payload import Header, build, parse
 from swarmnode.weights.trainer.outer import Tensors
 
 ERROR_SHARE: Final = 0.1
@@ -84,8 +84,8 @@ def encode_smallest(
     for codec in CODECS[:-1]:
         bodies = _bodies_within(tensors, layout, codec, anchor, ERROR_SHARE * change)
         if bodies is not None:
-            return _payload(layout, codec, fragment, anchor, bodies)
-    return encode(tensors, layout, CODECS[-1], fragment=fragment, anchor=anchor)
+            return build(Header(codec, fragment, anchor.hash, layout), bodies)
+    return b"".join(encode(tensors, layout, CODECS[-1], fragment=fragment, anchor=anchor))
 
 
 def _bodies_within(
@@ -118,11 +118,11 @@ def encode(
     *,
     fragment: int = 0,
     anchor: Anchor | None = None,
-) -> bytes:
-    """Return the payload of `layout`'s tensors.
+) -> Iterator[bytes]:
+    """Yield the payload of `layout`'s tensors, in pieces of one tensor.
 
     Args:
-        tensors: float32 on the host.
+        tensors: float32 on the host. They must not change before the last piece is yielded.
         layout: The tensors to encode, in order.
         codec: Encoding of the differences.
         fragment: Number of the fragment.
@@ -132,32 +132,9 @@ def encode(
         ValueError: int8 without an anchor.
     """
     _check_anchor(codec, anchor)
-    bodies = [_body(_values(tensors, spec, anchor), codec) for spec in layout]
-    return _payload(layout, codec, fragment, anchor, bodies)
-
-
-def encoded(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec) -> Iterator[bytes]:
-    """Yield the result of `encode` without an anchor in pieces of one tensor.
-
-    Each tensor is encoded twice, because the header contains the checksums of all. The tensors must
-    not change before the last piece is yielded.
-    """
-    _check_anchor(codec, None)
-    heads = [_head(spec, _body(_values(tensors, spec, None), codec)) for spec in layout]
-    yield build(Header(codec, 0, 0, b"", heads), [])
+    yield build(Header(codec, fragment, anchor.hash if anchor else b"", layout), [])
     for spec in layout:
-        yield _body(_values(tensors, spec, None), codec)
-
-
-def _payload(
-    layout: Layout, codec: Codec, fragment: int, anchor: Anchor | None, bodies: list[bytes]
-) -> bytes:
-    heads = [_head(spec, body) for spec, body in zip(layout, bodies, strict=True)]
-    return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
-
-
-def _head(spec: TensorSpec, body: bytes) -> TensorHeader:
-    return TensorHeader(spec.name, spec.shape, spec.dtype, len(body), checksum(body))
+        yield _body(_values(tensors, spec, anchor), codec)
 
 
 def _values(

@@ -3,15 +3,15 @@
 
 The checks run in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
-    format    names, dtype, shape, finite, bounds
+    values    finite, bounds; `weights.payload` has checked names, shapes and dtypes
     norms     ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
     clip      θ̄ = θ_i + w · min(1, τ/‖d‖) · d, where τ² = Σ (2 × median of a block's accepted ‖d‖)²
     probe     the loss of θ̄ on own completions exceeds that of θ_i by at most ε
 
 `examine` does everything except the probe. It needs no model, so it can run in another thread while
-the model trains. `conclude` does the rest. `weights.payload` has checked all sizes before anything
-was allocated. `weights.local` defines the cost of each outcome in reputation, `network.swaps`
-the backoff. The gate stores nothing about a peer but its distances in the medians.
+the model trains. `conclude` does the rest. `weights.local` defines the cost of each outcome in
+reputation, `network.swaps` the backoff. The gate stores nothing about a peer but its distances in
+the medians.
 
 A hostile partner can still move the weights by at most w τ per swap, in a direction that the probe
 does not detect. The clip is ClippedGossip's (arXiv 2202.01545), with a threshold that a node can
@@ -24,7 +24,7 @@ import dataclasses
 import math
 import statistics
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -35,7 +35,6 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.local import AVERAGED, OUTCOMES
 from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.outer import Tensors
 
@@ -101,7 +100,8 @@ class Examination:
 
     peer: str
     refusal: str
-    mine: Mapping[str, torch.Tensor]
+    """One of `weights.local.OUTCOMES`, or empty."""
+    mine: Mapping[str, torch.Tensor] = field(default_factory=dict)
     mean: Tensors | None = None
     """θ̄."""
     relative_distance: float | None = None
@@ -121,16 +121,6 @@ class GateDecision:
     mean: Tensors | None = None
 
 
-@dataclass(frozen=True)
-class GateStatistics:
-    """Counts of outcomes, and measurements."""
-
-    outcomes: dict[str, int]
-    """Counts of the outcomes that occurred."""
-    clip_ratio: float
-    """Mean of min(1, τ/‖d‖) over accepted swaps; 1 if nothing was clipped."""
-
-
 class AveragingGate:
     """Checks partners' tensors against this node's. All methods may be called from any thread.
 
@@ -145,8 +135,7 @@ class AveragingGate:
         self._distances: dict[int, deque[tuple[str, float]]] = {}
         self._changes: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         self._lock = threading.Lock()
-        self._outcomes: Counter[str] = Counter()
-        self._scales = 0.0
+        self._scales = self._accepted = 0.0
 
     def examine(
         self,
@@ -157,7 +146,7 @@ class AveragingGate:
         weight: float = 0.5,
         moved: float = 0.0,
     ) -> Examination:
-        """Check the tensors of `peer`, without the probe. Counts nothing and changes no tensor.
+        """Check the tensors of `peer`, without the probe. Changes nothing.
 
         Args:
             peer: The partner.
@@ -171,8 +160,6 @@ class AveragingGate:
         def refuse(outcome: str, relative: float | None = None) -> Examination:
             return Examination(peer, outcome, mine, relative_distance=relative)
 
-        if refusal := _unlike(mine, theirs):
-            return refuse(refusal)
         own = norm(mine)
         if not math.isfinite(own):
             return refuse("own_not_finite")
@@ -202,31 +189,20 @@ class AveragingGate:
         return Examination(peer, "", mine, mean, relative, scale, remembered)
 
     def conclude(self, found: Examination, losses: Losses | None = None) -> GateDecision:
-        """Decide on an examined swap, and count the outcome. `losses` is None without a probe."""
+        """Decide on a swap that was not refused. `losses` is None without a probe."""
         with self._lock:
-            if found.mean is None:
-                return self._ended(found.refusal)
             if losses is not None:
                 change = losses.change
                 if not change <= self._tolerance(losses):  # a NaN is refused too
-                    return self._ended("probe")
+                    return GateDecision("probe")
                 _remember(self._changes, found.peer, abs(change))
             for block, distance in found.remembered.items():
                 _remember(
                     self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance
                 )
             self._scales += found.scale
-            return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
-
-    def count_outcome(self, outcome: str) -> None:
-        """Count an outcome that the gate did not decide: payload, lagging.
-
-        Raises:
-            KeyError: `outcome` is not in OUTCOMES.
-        """
-        OUTCOMES[outcome]
-        with self._lock:
-            self._ended(outcome)
+            self._accepted += 1
+            return GateDecision("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
     def medians(self, names: Iterable[str]) -> dict[int, float | None]:
         """Return the median accepted distance of each block of these tensors; None for a block with
@@ -241,13 +217,10 @@ class AveragingGate:
             for block, window in windows.items()
         }
 
-    def statistics(self) -> GateStatistics:
-        with self._lock:
-            taken = sum(self._outcomes[o] for o in AVERAGED)
-            return GateStatistics(
-                outcomes=dict(self._outcomes),
-                clip_ratio=self._scales / taken if taken else 1.0,
-            )
+    @property
+    def clip_ratio(self) -> float:
+        """Mean of min(1, τ/‖d‖) over accepted swaps; 1 if nothing was clipped."""
+        return self._scales / self._accepted if self._accepted else 1.0
 
     def _tolerance(self, losses: Losses) -> float:
         """Return ε, nats per token: twice the median change of accepted swaps, within [ε₀,
@@ -259,10 +232,6 @@ class AveragingGate:
             else 0.0
         )
         return min(max(least, usual), EPSILON_RANGE * least)
-
-    def _ended(self, outcome: str, mean: Tensors | None = None) -> GateDecision:
-        self._outcomes[outcome] += 1
-        return GateDecision(outcome, mean)
 
 
 def threshold(medians: Mapping[int, float | None], own: float, moved: float) -> float:
@@ -307,19 +276,6 @@ def _by_block(
         block: norm({name: tensors[name] for name in names}, minus)
         for block, names in blocks.items()
     }
-
-
-def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the outcome for tensors of another format, or None."""
-    if mine.keys() != theirs.keys():
-        return "names"
-    if any(
-        theirs[n].dtype != t.dtype or theirs[n].layout != torch.strided for n, t in mine.items()
-    ):
-        return "dtype"
-    if any(theirs[n].shape != t.shape for n, t in mine.items()):
-        return "shape"
-    return None
 
 
 def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:

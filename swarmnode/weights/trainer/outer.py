@@ -153,22 +153,11 @@ class OuterState:
             now.copy_(torch.where(still, phi, moved))
 
     @torch.no_grad()
-    def adopt(self, parameters: Mapping[str, torch.Tensor], slow: SlowWeights) -> None:
-        """Take φ and δ of another replica, and set θ = φ.
-
-        Raises:
-            StateError: They belong to another policy or are not finite. Nothing is changed.
-        """
-        for tensors in (slow.phi, slow.delta):
-            if {n: t.shape for n, t in tensors.items()} != {
-                n: t.shape for n, t in self.phi.items()
-            }:
-                raise StateError("outer state of another policy")
-            if not all(bool(torch.isfinite(t).all()) for t in tensors.values()):
-                raise StateError("outer state is not finite")
-        phi, delta = host_copy(slow.phi), host_copy(slow.delta)
-        self._replace(phi, delta)
-        for name, tensor in phi.items():
+    def adopt(self, parameters: Mapping[str, torch.Tensor], phi: Tensors) -> None:
+        """Take φ of another replica with δ = 0, and set θ = φ."""
+        copied = host_copy(phi)
+        self._replace(copied, {name: torch.zeros_like(t) for name, t in copied.items()})
+        for name, tensor in copied.items():
             parameters[name].copy_(tensor)
 
     def tensors(self) -> Tensors:

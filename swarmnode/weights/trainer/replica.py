@@ -10,7 +10,7 @@ between two steps.
 The calls of one swap, in order; those of the worker are marked w:
 
     TakeSnapshot ─▶ w `_copy`, `_publish` ─▶ SnapshotWritten
-    ApplyPayload ─▶ w `_examine` ─▶ `_on_examined` ─▶ probe ─▶ `_on_losses`, `_decide`
+    ApplyPayload ─▶ w `_examine` ─▶ `_on_examined` ─▶ probe ─▶ `_on_losses`
                  ─▶ `_schedule_step` ─▶ w `_prepared` ─▶ `_commit`, `_step` ─▶ SwapEnded
 
 The messages are defined in `weights.local`. No weight changes before the commit, so a swap that
@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 
 from swarmnode.config import WeightsConfig
-from swarmnode.errors import StateError
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.local import AVERAGED, WeightsReport, writing_seconds
@@ -41,14 +40,12 @@ from swarmnode.weights.trainer.averaged import AveragedTensors
 from swarmnode.weights.trainer.gate import (
     NORM_RATIO,
     AveragingGate,
-    Examination,
     Losses,
     Probe,
     norm,
 )
 from swarmnode.weights.trainer.outer import (
     OuterState,
-    SlowWeights,
     Tensors,
     host_copy,
     unmoved,
@@ -242,19 +239,14 @@ class Replica:
     # ---- a swap ----------------------------------------------------------------------------------
 
     def _on_examined(self, examined: PayloadExamined) -> None:
-        swap = self._parts.swaps.get(examined.session)
-        found = examined.found
+        swap, found = self._parts.swaps.get(examined.session), examined.found
         if swap is None:  # it was dropped, or another commit has replaced φ
             self._end(None, examined.session, "local")
-        elif found is None:
-            self._parts.gate.count_outcome(examined.outcome)
+        elif found.refusal == "lagging":
             # The partner receives this node's weights; this node takes a solo step.
-            if examined.outcome == "lagging":
-                self._schedule_step(swap, "lagging", {})
-            else:
-                self._end(swap, swap.session, examined.outcome)
+            self._schedule_step(swap, "lagging", {})
         elif found.mean is None:
-            self._decide(swap, found, None)
+            self._end(swap, swap.session, found.refusal)
         else:
             answer = lambda losses: self._worker.arrived.append(
                 AverageMeasured(swap.session, found, losses)
@@ -267,22 +259,22 @@ class Replica:
                 self._end(swap, swap.session, "local")
 
     def _on_losses(self, measured: AverageMeasured) -> None:
-        swap = self._parts.swaps.get(measured.session)
-        if swap is None or measured.losses is None:
+        swap, found, losses = (
+            self._parts.swaps.get(measured.session),
+            measured.found,
+            measured.losses,
+        )
+        if swap is None or losses is None:
             self._end(swap, measured.session, "local")
-        else:
-            self._decide(swap, measured.found, measured.losses)
-
-    def _decide(self, swap: TrainerSwap, found: Examination, losses: Losses | None) -> None:
+            return
         decision = self._parts.gate.conclude(found, losses)
-        if decision.outcome == "probe" and losses is not None:
+        if decision.mean is None:
             log.info(
                 "rejected weights of %s: probe loss %.3f -> %.3f nats per token",
                 swap.peer,
                 losses.before,
                 losses.after,
             )
-        if decision.mean is None:
             self._end(swap, swap.session, decision.outcome)
         else:
             self._distance = found.relative_distance  # meaningful for accepted weights only
@@ -359,39 +351,28 @@ class Replica:
     # ---- a neighbour's state ---------------------------------------------------------------------
 
     def _adopt(self, read: StateRead) -> bool:
-        outcome = read.outcome
-        if not outcome:
-            outcome = self._become(
-                read,
-                SlowWeights(
-                    read.tensors,
-                    {name: torch.zeros_like(phi) for name, phi in read.tensors.items()},
-                ),
-            )
+        outcome = read.outcome or self._become(read)
         self._send(local.StateAdopted(read.peer, outcome, self.outer_steps()))
         if outcome == "adopted":
             log.info("adopted the state of %s, %d outer steps", read.peer, read.outer_step)
             self._settled.set()
         return outcome == "adopted"
 
-    def _become(self, read: StateRead, slow: SlowWeights) -> str:
+    def _become(self, read: StateRead) -> str:
         """Replace the weights by a neighbour's; return one of `local.ADOPTIONS`."""
         parts, counters = self._parts, self._parts.counters
         if counters.step:
             return "local"  # too late: a policy that was trained here is not discarded
-        own, theirs = norm(parts.outer.phi), norm(slow.phi)
+        own, theirs = norm(parts.outer.phi), norm(read.tensors)
         if not math.isfinite(theirs):
             return "not_finite"
         if self._adapter is None and not own / NORM_RATIO <= theirs <= own * NORM_RATIO:
             return "norm_ratio"
-        if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
+        if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(read.tensors):
             return "worse"
-        try:
-            with parts.tensors.lock:
-                parts.outer.adopt(parts.tensors.parameters, slow)
-                parts.swaps.clear()
-        except StateError:
-            return "not_finite"
+        with parts.tensors.lock:
+            parts.outer.adopt(parts.tensors.parameters, read.tensors)
+            parts.swaps.clear()
         counters.outer_clocks = [read.outer_step] * len(counters.outer_clocks)
         return "adopted"
 
@@ -417,15 +398,13 @@ class Replica:
     # ---- statistics ------------------------------------------------------------------------------
 
     def report(self) -> WeightsReport:
-        gate, counters = self._parts.gate.statistics(), self._parts.counters
+        counters = self._parts.counters
         return WeightsReport(
             fragments=len(self._parts.tensors.parts),
             outer_step=min(counters.outer_clocks),
             exchanges_total=counters.exchanges_total,
             solo_steps_total=counters.solo_steps_total,
             distance=self._distance,
-            clip_ratio=gate.clip_ratio,
-            lag=self._worker.lag,
-            outcomes=gate.outcomes,
+            clip_ratio=self._parts.gate.clip_ratio,
             stall_seconds_total=self._stalled + self._worker.copy_seconds,
         )

@@ -45,7 +45,7 @@ from swarmnode.weights.trainer.payload_files import PayloadFiles, mapped
 
 log = logging.getLogger(__name__)
 
-NAMED = ("names", "dtype", "shape", "not_finite")
+NAMED = ("shape", "not_finite")
 """Reasons of `BadMessage` that are also outcomes of a swap."""
 
 
@@ -221,10 +221,7 @@ class PayloadExamined:
     """Result of the gate, except for the probe."""
 
     session: bytes
-    found: Examination | None
-    """None if the payload was rejected before the examination."""
-    outcome: str = ""
-    """One of `local.OUTCOMES` if `found` is None."""
+    found: Examination
 
 
 @dataclass(frozen=True)
@@ -280,8 +277,6 @@ class AveragingWorker:
     ) -> None:
         self.arrived: deque[Arrival] = deque()
         """Results for the trainer's thread, oldest first."""
-        self.lag: float | None = None
-        """Outer steps by which the last partner was behind this node; negative if it was ahead."""
         self.copy_seconds = 0.0
         """Total time of copies, an upper bound of the time for which they blocked the optimizer."""
         self._parts = parts
@@ -361,28 +356,29 @@ class AveragingWorker:
         """Read a partner's payload and run all checks of the gate except for the probe, which runs
         between two steps."""
         session = message.session
+        refused = lambda why: PayloadExamined(session, Examination(message.peer, why))
         swap = self._parts.swaps.get(session)
         if swap is None:  # a commit has replaced φ since the copy
-            return PayloadExamined(session, None, "local")
+            return refused("local")
         swap = dataclasses.replace(swap, peer=message.peer, their_outer_step=message.outer_step)
         if not self._parts.swaps.update(swap):
-            return PayloadExamined(session, None, "local")
+            return refused("local")
         try:
             theirs = self._parts.tensors.decode(swap.fragment, mapped(message.path), swap.snapshot)
         except BadMessage as bad:
             log.warning("weights of %s: %s", message.peer, bad)
-            return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
+            return refused(bad.reason if bad.reason in NAMED else "payload")
         except (OSError, ValueError) as error:
             log.warning("cannot read weights of %s: %s", message.peer, error)
-            return PayloadExamined(session, None, "local")
-        self.lag = float(swap.outer_step - message.outer_step)
-        if too_far_behind(self.lag):
-            return PayloadExamined(session, None, "lagging")
+            return refused("local")
+        lag = float(swap.outer_step - message.outer_step)
+        if too_far_behind(lag):
+            return refused("lagging")
         found = self._parts.gate.examine(
             swap.peer,
             swap.snapshot,
             theirs,
-            weight=mixing_weight(self.lag),
+            weight=mixing_weight(lag),
             moved=norm(swap.snapshot, minus=swap.slow.phi),
         )
         return PayloadExamined(session, found)
@@ -391,7 +387,7 @@ class AveragingWorker:
         layout = self._parts.tensors.layout
         with self._parts.tensors.lock:
             phi, outer_step = dict(self._parts.outer.phi), min(self._parts.counters.outer_clocks)
-        path = self._files.write(codecs.encoded(phi, layout, STATE_CODEC))
+        path = self._files.write(codecs.encode(phi, layout, STATE_CODEC))
         self._send(local.StateWritten(path, outer_step))
 
 

@@ -36,7 +36,7 @@ from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.weights import messages as weights
-from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire import codec, envelope, ids, limits, strict
 from swarmnode.wire.envelope import Credentials, seal_session, seal_summary
 from swarmnode.wire.listings import (
     GroupResponse,
@@ -58,6 +58,7 @@ from tests.support.sim import determinism
 from tests.support.sim.learner import MADE_UP, TASKS, wrong
 from tests.support.sim.network import Medium, SimNetwork
 from tests.support.sim.node import key_of
+from tests.support.unseal import unseal
 
 NEVER_TRAINED_ON = (
     "garbage",
@@ -137,9 +138,7 @@ class Hostile:
     def _overhear(self, frame: bytes) -> None:
         if self.kind == "stolen" and len(self._overheard) < 20:
             with contextlib.suppress(BadMessage):
-                message = envelope.unseal(
-                    frame, ids.DOMAIN_ROLLOUT, self.swarm, limits.GROUP_BYTES
-                )[1]
+                message = unseal(frame, ids.DOMAIN_ROLLOUT, self.swarm, limits.GROUP_BYTES)[1]
                 if isinstance(message, RolloutGroup):
                     self._overheard.append(message)
 
@@ -315,11 +314,11 @@ class Hostile:
         await trio.lowlevel.checkpoint()
         match weights.decode_message(request):
             case weights.Here() as here:
-                return weights.encode_message(here)
+                return strict.encode(here)
             case weights.Swap(id=name, outer_step=outer_step, blocks=blocks):
-                return weights.encode_message(weights.Accepted(name, outer_step, blocks))
+                return strict.encode(weights.Accepted(name, outer_step, blocks))
             case weights.Payload(id=name):
-                return weights.encode_message(weights.Busy(name))
+                return strict.encode(weights.Busy(name))
         raise PeerError("an answer to nothing")
 
     async def _list(self, peer: str, request: bytes) -> bytes:

@@ -13,15 +13,15 @@ from swarmnode.stages.crew_messages import (
     Offer,
     ProposeRequest,
     check_message,
-    encode_message,
 )
-from swarmnode.stages.specs import MAX_MEMBERS
+from swarmnode.stages.stage_frames import MAX_STAGES
+from swarmnode.wire import strict
 
 RECORD = CrewRecord(b"l" * 32, b"m" * 32, 7, (CrewMember("a", 2), CrewMember("b", 3)), bytes(8))
 
 
 def test_largest_messages_fit_their_bound():
-    names = ["1" * 63 + str(number) for number in range(MAX_MEMBERS)]
+    names = ["1" * 63 + str(number) for number in range(MAX_STAGES)]
     record = msgspec.structs.replace(
         RECORD, step=2**62, members=tuple(CrewMember(name, 1024) for name in names)
     )
@@ -31,5 +31,5 @@ def test_largest_messages_fit_their_bound():
         Offer(b"m" * 32, 1e30, 1e30, (block,) * MAX_HELD_BLOCKS),
         LeaveRequest(b"c" * 32, "r" * REASON_BYTES),
     ):
-        assert len(encode_message(message)) < MESSAGE_BYTES / 4
+        assert len(strict.encode(message)) < MESSAGE_BYTES / 4
         check_message(message)

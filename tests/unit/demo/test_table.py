@@ -8,7 +8,7 @@ from rich.console import Console
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.table import answers, table
-from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.link.messages import Report
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.logfile import log_file
@@ -20,6 +20,7 @@ from swarmnode.rollouts.network.exchange import ExchangeStatistics
 from swarmnode.stages.crew_messages import StageStatus
 from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics
+from swarmnode.weights.local import WeightsReport
 from tests.support.snapshots import example
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"

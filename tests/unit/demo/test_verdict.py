@@ -5,12 +5,13 @@ from msgspec.structs import replace
 
 from swarmnode.demo.nodes import Rise, to_toml
 from swarmnode.demo.verdict import Kill, judge
-from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
 from swarmnode.rollouts.network.admission import AdmissionStatistics
 from swarmnode.rollouts.network.exchange import ExchangeStatistics
-from swarmnode.weights.network.service import WeightsStatistics
+from swarmnode.weights.local import WeightsReport
+from swarmnode.weights.network.swaps import WeightsStatistics
 
 REPORT = Report(
     "training",

@@ -9,8 +9,9 @@ import trio.testing
 
 from swarmnode.link.client import MAX_QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
-from swarmnode.link.messages import Drawn, Hello, Report, Welcome
+from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
+from swarmnode.rollouts.groups import Drawn
 from swarmnode.stages.crew_messages import (
     CrewEnd,
     CrewStart,

@@ -29,13 +29,12 @@ from swarmnode.stages.stage_frames import (
     TokensFrame,
 )
 from swarmnode.stages.trainer import head, links
-from swarmnode.stages.trainer.head import MAX_REFUSALS, Wave, WorkRefused
+from swarmnode.stages.trainer.head import CALL_SECONDS, MAX_REFUSALS, Wave, WorkRefused
 from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo
 from tests.support.lost_stages import quiet
 
-SECONDS = 60.0
 CFG = TrainingConfig()
 NAN = b"\0\0\xc0\x7f"
 
@@ -60,7 +59,6 @@ async def sample(head, rows):
 async def four(models, policy, kind="llama", layers=(1, 1, 1, 1), settings=EXACT, **keys):
     """A crew of four and rows to learn from; no weight has moved in the end."""
     _, rows = grpo(policy(kind))
-    keys = {"seconds": SECONDS, **keys}
     async with crew_of(models[kind], list(layers), settings, **keys) as crew:
         start = weights(crew)
         yield crew, rows
@@ -137,7 +135,7 @@ async def test_silent_stage_costs_one_deadline_without_blame(
         with pytest.raises(PeerTimeout):
             await call(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")
-        assert trio.current_time() <= SECONDS + 1
+        assert trio.current_time() <= CALL_SECONDS + 1
         with pytest.raises(PeerError, match="nothing arrived"):
             await call(crew.head, rows)
         await quiet()
@@ -145,7 +143,7 @@ async def test_silent_stage_costs_one_deadline_without_blame(
 
 async def test_stage_that_misses_the_commit_is_one_step_behind(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
         ignores(crew.members[2], CommitFrame)
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
@@ -155,9 +153,9 @@ async def test_stage_that_misses_the_commit_is_one_step_behind(models, policy, a
 
 async def test_deadline_grows_to_four_times_the_longest_silence(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
         compute = crew.members[1].compute
-        for longest in (0.9 * SECONDS, 3 * SECONDS):
+        for longest in (0.9 * CALL_SECONDS, 3 * CALL_SECONDS):
 
             async def slow(work, longest=longest):
                 await trio.sleep(longest)
@@ -170,10 +168,10 @@ async def test_deadline_grows_to_four_times_the_longest_silence(models, policy, 
 
 async def test_computing_head_expires_no_deadline(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
-    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
 
         async def slow(work):
-            await trio.sleep(3 * SECONDS)
+            await trio.sleep(3 * CALL_SECONDS)
             return work()
 
         crew.head.compute = slow
@@ -192,7 +190,7 @@ async def test_stage_that_does_not_read_costs_one_deadline(
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")
-        assert trio.current_time() <= SECONDS + 1
+        assert trio.current_time() <= CALL_SECONDS + 1
 
 
 async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monkeypatch):

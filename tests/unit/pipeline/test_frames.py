@@ -100,7 +100,7 @@ async def test_a_body_is_read_in_chunks(autojump_clock):
 
 def micro(**keys) -> MicroBatch:
     numbers = (pack_logprobs([-1.0] * 4), pack_logprobs([1.0, -1.0]), pack_logprobs([1.0, 1.0]))
-    loss = LossInputs(*numbers, 4.0, "dapo", "tis")
+    loss = LossInputs(*numbers, 4.0, "dapo")
     fields = {
         "prompt_lengths": (3,),
         "prompt_ids": pack_ids([1, 2, 3]),

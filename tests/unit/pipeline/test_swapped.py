@@ -91,7 +91,7 @@ class Unsplit:
                 mask,
                 Objective.of(CFG),
                 normalizer,
-                weights=importance_weights(logprobs, sampler, mask, "tis"),
+                weights=importance_weights(logprobs, sampler, mask),
             )
             loss.backward()
         self.model.model.layers = torch.nn.ModuleList(plain)

@@ -20,7 +20,6 @@ from swarmnode.stages.state_messages import (
     StoredMessage,
     WantMessage,
     hash_body,
-    pack_state,
     read_state,
 )
 from swarmnode.stages.trainer import state_exchange
@@ -43,6 +42,7 @@ from swarmnode.stages.trainer.stage_checkpoints import (
 )
 from swarmnode.stages.trainer.stage_model import StageRuntime
 from swarmnode.stages.trainer.state_exchange import MAX_BAD_MESSAGES, StateExchange
+from swarmnode.wire import headed
 from tests.support.crew import run_inline
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model
@@ -103,7 +103,7 @@ class Member:
         return encode_state(state, self.layouts[stage], "full")
 
     async def send(self, stage, message, body=b""):
-        await self.ends[stage].send_all(pack_state(message, body))
+        await self.ends[stage].send_all(headed.pack(message, body))
         await quiet()
 
     async def answer(self, stage):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from swarmnode.rl.corrections import (
-    BAND,
     CAP,
     burst_slack,
     burst_weight,
@@ -111,26 +110,18 @@ RATIOS = torch.tensor([[0.1, 0.6, 1.0, 3.0, 9.0], [0.5, 2.0, 1.9, 7.0, 7.0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
 
 
-def weights(kind):
+def test_a_tokens_weight_is_truncated():
     sampler = torch.full_like(RATIOS, -1.5)
-    return importance_weights(sampler + RATIOS.log(), sampler, MASK, kind)
-
-
-def test_a_tokens_weight_is_truncated_or_masked_outside():
     assert torch.allclose(
-        weights("tis"), torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]])
+        importance_weights(sampler + RATIOS.log(), sampler, MASK),
+        torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]),
     )
-    assert torch.allclose(
-        weights("icepop"), torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]])
-    )
-    assert BAND[0] <= 0.5
 
 
-@pytest.mark.parametrize("kind", ["tis", "icepop"])
-def test_weights_that_are_not_finite_are_0(kind):
+def test_weights_that_are_not_finite_are_0():
     old = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     for wrong in (math.nan, math.inf, -math.inf):
-        found = importance_weights(old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind)
+        found = importance_weights(old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2))
         assert not found.requires_grad
         assert found[0, 0] == 0
         assert torch.isfinite(found).all()

@@ -410,7 +410,7 @@ class World:
     """A puller, and a clock that is set by hand. now: seconds; Unix time is NOW + now."""
 
     def __init__(self, peers=(), seed=0):
-        self.puller = Puller(OWN_KEY, lambda key: key[:1].decode(), random.Random(seed), now=0.0)
+        self.puller = Puller(OWN_KEY, lambda key: key[:1].decode(), random.Random(seed))
         self.now, self.peers, self.known = 0.0, list(peers), set()
         self.positions = {}
 

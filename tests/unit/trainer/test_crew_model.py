@@ -126,7 +126,7 @@ def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, matc
 
 
 def test_whole_policy_settings_name_the_remedy():
-    check_trainable(PolicyConfig(), TrainingConfig(loss_type="dr_grpo", options=["icepop"]))
+    check_trainable(PolicyConfig(), TrainingConfig(loss_type="dr_grpo"))
     with pytest.raises(Refused, match=r"Blackjack.*leave the task out, or set stages.mode to off"):
         check_trainable(PolicyConfig(), TrainingConfig(), ["rg/gcd", "gym/Blackjack-v1"])
     with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):

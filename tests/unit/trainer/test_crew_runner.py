@@ -91,7 +91,7 @@ class Recovery:
         yield
 
     async def restore(self, stage, assigned, notify):
-        notify("loading", "neighbour")
+        notify("neighbour")
         if self.error is not None:
             raise self.error
         return "neighbour"

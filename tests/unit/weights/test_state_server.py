@@ -8,10 +8,11 @@ import trio
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
 from swarmnode.weights import local
-from swarmnode.weights.messages import StateRequest, decode_state, encode_message
+from swarmnode.weights.messages import StateRequest, decode_state
 from swarmnode.weights.network import newcomer
 from swarmnode.weights.network.newcomer import StateServer
 from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore, RemotePayload
+from swarmnode.wire import strict
 from swarmnode.wire.messages import BulkRequest
 
 FINGERPRINT = b"\x09" * 32
@@ -22,7 +23,8 @@ class Replica:
     """Of a policy that is written at once."""
 
     facts = object()
-    state_fingerprint = FINGERPRINT
+    fingerprint = FINGERPRINT
+    blocks = b"\1"
     writing_seconds = 0.0
 
 
@@ -79,7 +81,7 @@ class Served:
         """Which of the states is given."""
         self.store.expire(trio.current_time())
         answer = decode_state(
-            await self.network.ask(peer, encode_message(StateRequest(FINGERPRINT)))
+            await self.network.ask(peer, strict.encode(StateRequest(FINGERPRINT, b"\1")))
         )
         self.most = max(self.most, sum(path.stat().st_size for path in self.directory.iterdir()))
         return int.from_bytes(self.network.offered[answer.transfer].chunk(0)[:2], "big")
@@ -157,6 +159,9 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
 class Files:
     """A payload store that has fetched every state."""
 
+    def new_path(self):
+        return "state"
+
     async def fetch(self, remote, path, limit, deadline):
         pass
 
@@ -165,7 +170,7 @@ class Files:
 
 
 @pytest.mark.parametrize("outcome", ["adopted", "worse", "local"])
-async def test_a_state_that_is_not_adopted_is_logged_and_counted(tmp_path, caplog, outcome):
+async def test_a_state_that_is_not_adopted_is_logged_and_counted(caplog, outcome):
     rejected = []
     network = SimpleNamespace(rejected=lambda *rejection: rejected.append(rejection))
     replica = SimpleNamespace(facts=None)
@@ -179,8 +184,8 @@ async def test_a_state_that_is_not_adopted_is_logged_and_counted(tmp_path, caplo
         seeker.adopted(local.StateAdopted("peer", outcome, []))
 
     seeker = newcomer.StateSeeker(network, replica, None, Files(), trainer, None)
-    offer = newcomer.OfferedState(3, RemotePayload("peer", b"", b"", 1))
-    assert await seeker._fetch(offer, tmp_path / "state") == (outcome == "adopted")
+    offer = RemotePayload("peer", b"", b"", 1, 3)
+    assert await seeker._take(offer) == (outcome == "adopted")
     logged = [record.getMessage() for record in caplog.records]
     expected = [f"state not adopted: peer=peer outcome={outcome}"]
     assert logged == ([] if outcome == "adopted" else expected)

@@ -56,7 +56,7 @@ class Breaking:
 async def fetch(bulk, tmp_path, seconds=1e6):
     store = PayloadStore(bulk, tmp_path)
     path = store.new_path()
-    remote = RemotePayload("peer", bytes(32), bulk.source.root, bulk.source.size)
+    remote = RemotePayload("peer", bytes(32), bulk.source.root, bulk.source.size, 0)
     await store.fetch(remote, path, bulk.source.size, trio.current_time() + seconds)
     return path.read_bytes()
 

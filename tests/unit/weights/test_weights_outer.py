@@ -14,7 +14,7 @@ from swarmnode.weights.rule import (
     next_outer_step,
     too_far_behind,
 )
-from swarmnode.weights.trainer.outer import OuterState, SlowWeights, host_copy, prepare
+from swarmnode.weights.trainer.outer import OuterState, host_copy, prepare
 from tests.support.outer_rules import (
     average,
     blend,
@@ -228,21 +228,15 @@ def test_a_restart_goes_on_with_the_same_momentum():
         other.load({**saved, "phi.a.weight": torch.zeros(3)})
 
 
-def test_adopt_takes_all_or_nothing():
+def test_adopt_takes_slow_weights_without_momentum():
     neighbour, newcomer = replica(1), replica(2)
     theirs, mine = OuterState(neighbour), OuterState(newcomer)
     outer_step(theirs, blend(host_copy(neighbour), replica(3)))
-    bad = {n: t.clone() for n, t in theirs.phi.items()}
-    bad["a.weight"][0] = math.nan
-    before = host_copy(newcomer)
-    with pytest.raises(StateError, match="finite"):
-        mine.adopt(newcomer, SlowWeights(bad, theirs.delta))
-    assert all(torch.equal(newcomer[n], before[n]) for n in before)
-    mine.adopt(newcomer, SlowWeights(theirs.phi, theirs.delta))
-    assert all(
-        torch.equal(newcomer[n], theirs.phi[n]) and torch.equal(mine.delta[n], theirs.delta[n])
-        for n in before
-    )
+    mine.adopt(newcomer, theirs.phi)
+    for name, phi in theirs.phi.items():
+        assert torch.equal(newcomer[name], phi)
+        assert torch.equal(mine.phi[name], phi)
+        assert not mine.delta[name].any()
 
 
 def test_lagging_partner_weighs_less_and_leading_no_more():

@@ -225,7 +225,6 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
     assert any([a.between(), a.between()]) == expected.committed
     assert a.said == [expected]
     assert identical(a.weights(), before) != expected.committed
-    assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
 
 
 def test_nothing_is_taken_that_could_not_be_judged(made):
@@ -325,7 +324,7 @@ def adopt(a, other, step=30, wrong="", trained=0):
     if wrong == "nan":
         tensors = {n: t * float("nan") for n, t in tensors.items()}
     path = a.directory / "in-state.bin"
-    path.write_bytes(codecs.encode(tensors, a.tensors.layout, "bfloat16"))
+    path.write_bytes(b"".join(codecs.encode(tensors, a.tensors.layout, "bfloat16")))
     if wrong == "payload":
         path.write_bytes(path.read_bytes()[:-1])
     a.replica.receive(local.AdoptState("peer", str(path), step))

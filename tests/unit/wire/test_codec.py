@@ -33,14 +33,14 @@ def test_compression_declares_size_and_small_window():
 
 def test_own_groups_pass_the_same_checks():
     one = msgspec.structs.replace(GROUP, completions=GROUP.completions[:1])
-    assert reason_of(codec.check_group, one) == "bounds"
-    assert codec.check_group(GROUP) is None
+    assert reason_of(codec.check_message, one) == "bounds"
+    assert codec.check_message(GROUP) is None
 
 
 def test_lone_surrogate_is_rejected_before_signing():
     broken = msgspec.structs.replace(GROUP.completions[0], text="\ud800")
     assert (
-        reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken]))
+        reason_of(codec.check_message, msgspec.structs.replace(GROUP, completions=[broken, broken]))
         == "bounds"
     )
 

@@ -15,6 +15,7 @@ from protocol.generate import frames
 from swarmnode.errors import BadMessage
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
+from tests.support.unseal import unseal
 
 DOMAIN, SWARM, KEY = DOMAIN_ROLLOUT, frames.SWARM, frames.KEY
 SIGNED = envelope.sign(b"payload", KEY, DOMAIN, SWARM)
@@ -34,7 +35,7 @@ def test_seal_compresses_only_if_shorter(ids, kept_as):
         sampling=msgspec.structs.replace(GROUP.sampling, max_tokens=2**14),
     )
     frame = envelope.seal(group, KEY, DOMAIN, SWARM)
-    opened, message = envelope.unseal(frame, DOMAIN, SWARM, limits.GROUP_BYTES)
+    opened, message = unseal(frame, DOMAIN, SWARM, limits.GROUP_BYTES)
     payload = codec.encode(group)
     assert (opened.codec, message) == (kept_as, group)
     assert len(opened.payload) == min(len(payload), len(codec.compress(payload)))
@@ -44,7 +45,7 @@ def test_signature_is_checked_before_the_payload():
     """Otherwise a forger could make another peer appear to send garbage."""
     forged = codec.encode(msgspec.structs.replace(SIGNED, payload=b"\xc1"))
     with pytest.raises(BadMessage, match="signature"):
-        envelope.unseal(forged, DOMAIN, SWARM, limits.GROUP_BYTES)
+        unseal(forged, DOMAIN, SWARM, limits.GROUP_BYTES)
 
 
 @pytest.mark.parametrize(
