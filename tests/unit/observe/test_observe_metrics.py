@@ -18,7 +18,6 @@ from swarmnode.rollouts.network.exchange import ExchangeStatistics
 from swarmnode.rollouts.network.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.tasks.child import ScorerStatistics
-from swarmnode.weights.network import swaps
 from tests.support.snapshots import OWN, PEERS, example
 
 
@@ -52,7 +51,6 @@ def test_counters_of_alerts_start_at_zero() -> None:
     assert all(
         counts.dropped for name, counts in TrainerDrops().statistics().items() if name != "external"
     )
-    assert dict(swaps.ExchangeStatistics().outcomes) == dict.fromkeys(swaps.OUTCOMES, 0)
 
 
 def test_stalls_are_not_counted_as_ended() -> None:

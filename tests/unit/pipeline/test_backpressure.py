@@ -254,10 +254,10 @@ async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        for number in range(LIMITS.waves):
+        for number in range(MAX_PENDING):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
-        assert len(member._deferred) == LIMITS.waves
+        assert len(member._deferred) == MAX_PENDING
         assert member.fault is None
         crew.head.links.send(1, *forward(9999, "score", crew.head.place))
         await quiet()

@@ -134,7 +134,7 @@ async def test_silent_stage_costs_one_deadline_without_blame(
         corrupt(crew.members[stage], kind)
         with pytest.raises(PeerTimeout):
             await call(crew.head, rows)
-        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert crew.head.fault == (None, "nothing arrived for 120 s")
         assert trio.current_time() <= CALL_SECONDS + 1
         with pytest.raises(PeerError, match="nothing arrived"):
             await call(crew.head, rows)
@@ -147,7 +147,7 @@ async def test_stage_that_misses_the_commit_is_one_step_behind(models, policy, a
         ignores(crew.members[2], CommitFrame)
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
-        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert crew.head.fault == (None, "nothing arrived for 120 s")
         assert [m.participant.step for m in crew.members] == [1, 1, 0]
 
 
@@ -189,7 +189,7 @@ async def test_stage_that_does_not_read_costs_one_deadline(
         crew.members[2].links.inbox.wait_for_room = trio.sleep_forever
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
-        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert crew.head.fault == (None, "nothing arrived for 120 s")
         assert trio.current_time() <= CALL_SECONDS + 1
 
 

@@ -250,6 +250,8 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         await settled(a)
         assert a.failures == {cause: 1}
         assert +Counter(a.exchange.statistics().judged) == {outcome: 1}
+        # A counter that appears with its first event hides that event from `increase`.
+        assert set(a.exchange.statistics().outcomes) == set(swaps.OUTCOMES)
         assert a.rejected == ([("b", f"weights_{outcome}")] if lied else [])
         left = a.exchange._known("b").backoff.until - trio.current_time()
         assert (left > 0) == (cause == "gate")
