@@ -80,7 +80,7 @@ def test_a_critical_alert_arrives_as_an_email(tmp_path):
         config = compose_configuration(
             [f"127.0.0.1:{node.server_port}"], alertmanager_url.removeprefix("http://")
         )
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["global"] |= {"scrape_interval": "1s", "evaluation_interval": "1s"}
         (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
         paths = {
             "/etc/prometheus/prometheus.yml": tmp_path / "prometheus.yml",
