@@ -56,4 +56,5 @@ async def host(
 
 async def echo(peer: str, data: bytes) -> bytes:
     """Answer a request with its own bytes."""
+    await trio.lowlevel.checkpoint()
     return data

@@ -7,11 +7,15 @@ so that charts have a history.
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 from swarmnode.drops import DropCounts
 from swarmnode.histogram import HistogramCounter
 from swarmnode.link.messages import CardUse, Report
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Gained, Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
@@ -390,3 +394,11 @@ def example_at(t: float) -> NodeSnapshot:
 def example() -> NodeSnapshot:
     """Return the example node ten minutes after its start."""
     return example_at(600.0)
+
+
+def status_of(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """Return what /status says, after a minute of the example."""
+    history = History()
+    for second in range(60):
+        history.add(example_at(float(second)))
+    return json.loads(status_json(snapshot, history))

@@ -18,10 +18,8 @@ from swarmnode import cli
 from swarmnode.errors import Unavailable
 from swarmnode.observe import client
 from swarmnode.observe.address import NodeAddress
-from swarmnode.observe.history import History
-from swarmnode.observe.http import status_json
 from swarmnode.observe.status import fetch, render_or_fail
-from tests.support.snapshots import example, example_at
+from tests.support.snapshots import example, status_of
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MOVES = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e\u2066\u200b"
@@ -132,13 +130,6 @@ def test_other_json_is_one_line(body, capsys) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def example_status() -> dict[str, Any]:
-    history = History()
-    for second in range(60):
-        history.add(example_at(float(second)))
-    return json.loads(status_json(example(), history))
-
-
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of everything in a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value)
@@ -152,7 +143,7 @@ WRONG = [None, MOVES, "\U000e0041[bold]x[/]", 10**400, 1e308, -1, True, [], {}, 
 
 
 def test_wrong_values_are_escaped_or_refused() -> None:
-    status, draw = example_status(), random.Random(39)
+    status, draw = status_of(example()), random.Random(39)
     every = list(places(status))
     shown = refused = 0
     for path in draw.sample(every, 400):
@@ -183,7 +174,7 @@ def test_every_shown_text_is_escaped(capsys) -> None:
             return [hostile(each) for each in value]
         return f"{value[:3]}{MOVES}[red]" if isinstance(value, str) else value
 
-    with serving(whole(json.dumps(hostile(example_status())).encode())) as place:
+    with serving(whole(json.dumps(hostile(status_of(example()))).encode())) as place:
         assert cli.run(["status", "--url", place.url]) == 0
         assert cli.run(["status", "--json", "--url", place.url]) == 0
     shown = capsys.readouterr().out
@@ -192,7 +183,7 @@ def test_every_shown_text_is_escaped(capsys) -> None:
 
 
 def test_unexpected_node_is_refused() -> None:
-    with serving(whole(json.dumps(example_status()).encode())) as place:
+    with serving(whole(json.dumps(status_of(example())).encode())) as place:
         assert fetch(NodeAddress(place.url, example().node.peer))["ready"]["ok"]
         with pytest.raises(Unavailable, match="another node answers"):
             fetch(NodeAddress(place.url, "12D3KooWsomebodyelse"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -34,7 +33,7 @@ from swarmnode.observe.http import (
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import Health, NodeSnapshot
 from tests.support.snapshots import example
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 PAGE_ONLY = HttpConfig(port=0)
 
@@ -64,11 +63,6 @@ async def test_metrics_have_the_requested_format() -> None:
         "application/openmetrics-text; version=1.0.0"
     )
     assert len(list(parse_openmetrics(open_metrics.text))) == len(METRICS)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 async def test_metrics_listener_does_not_serve_the_page() -> None:

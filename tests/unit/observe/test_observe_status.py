@@ -15,18 +15,11 @@ from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.status import print_status, render, watch_status
 from swarmnode.observe.watch import SupervisorStatistics
-from tests.support.snapshots import PEERS, example, example_at
-
-
-def decoded(snapshot: NodeSnapshot) -> dict:
-    history = History()
-    for second in range(60):
-        history.add(example_at(float(second)))
-    return json.loads(status_json(snapshot, history))
+from tests.support.snapshots import PEERS, example, status_of
 
 
 def drawn(snapshot: NodeSnapshot) -> str:
-    return render(decoded(snapshot))
+    return render(status_of(snapshot))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
-from tests.support.hosts import hosts
+from tests.support.hosts import echo, hosts
 from tests.support.waiting import until, wait_connected
 
 PROTOCOL = "/test/api/1"
@@ -35,11 +35,6 @@ async def on_loopback(directory):
 def pair(request, tmp_path):
     """Open two connected networks."""
     return request.param(tmp_path)
-
-
-async def echo(peer: str, data: bytes) -> bytes:
-    await trio.lowlevel.checkpoint()
-    return data
 
 
 async def ask(

@@ -8,16 +8,11 @@ import trio
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.streams import MULTISTREAM, Stream
-from tests.support.hosts import host
+from tests.support.hosts import echo, host
 from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
-
-
-async def echo(peer: str, data: bytes) -> bytes:
-    await trio.lowlevel.checkpoint()
-    return data
 
 
 def knows(client, server) -> bool:

@@ -6,16 +6,11 @@ from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import requests
-from tests.support.hosts import host, hosts
+from tests.support.hosts import echo, host, hosts
 from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
-
-
-async def echo(peer: str, data: bytes) -> bytes:
-    await trio.lowlevel.checkpoint()
-    return data
 
 
 def streams(network, peer: str) -> int:

@@ -18,6 +18,7 @@ from swarmnode.p2p.requests import (
 )
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import ids
+from tests.support.hosts import echo
 
 PEER, *OTHERS = (ID.from_pubkey(create_new_key_pair().public_key).to_base58() for _ in range(5))
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -172,11 +173,6 @@ async def test_every_library_error_is_a_peer_error(autojump_clock, nursery):
 
 
 # ---- inbound -------------------------------------------------------------------------------------
-
-
-async def echo(peer: str, data: bytes) -> bytes:
-    await trio.lowlevel.checkpoint()
-    return data
 
 
 async def large(peer: str, data: bytes) -> bytes:

@@ -18,6 +18,7 @@ from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Qu
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed, is_evaluation
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer, score_one
+from tests.support.registered import ref
 
 GAMES = '''
 import random
@@ -124,10 +125,6 @@ def installed(name, **settings):
     task = f"games_of_mine:{name}"
     registry.install([task], {task: {"turns": 8} | settings})
     return task
-
-
-def ref(task, index=0, seed=4 << 20):
-    return TaskRef(task, registry.task_version(task), seed, index)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from swarmnode.tasks import determinism, registry, sandbox
 from swarmnode.tasks.client import Scorer, check_tasks
 from swarmnode.tasks.games import GAMES
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.wire.messages import TaskEntry, TaskRef
+from swarmnode.wire.messages import TaskEntry
+from tests.support.registered import ref
 
 LAKE, TAXI, CLIFF, BLACKJACK = (name for name in GAMES if name.startswith("gym/"))
 SEED = 4 << 20
@@ -34,10 +35,6 @@ def named(tasks_as_before):
 @pytest.fixture
 def gymnasium():
     return pytest.importorskip("gymnasium", reason="pip install gymnasium")
-
-
-def ref(task, index=0, seed=SEED):
-    return TaskRef(task, registry.task_version(task), seed, index)
 
 
 def test_game_runs_in_the_whole_sandbox(gymnasium, named):

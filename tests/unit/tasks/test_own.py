@@ -20,6 +20,7 @@ from swarmnode.tasks.client import Scorer, ScorerFailed, ScorerLimits, TaskUnkno
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
+from tests.support.registered import ref
 
 WORDS = """
 import pathlib
@@ -84,27 +85,17 @@ def installed(*tasks, **settings):
     return [registry.task_version(task) for task in tasks]
 
 
-def ref(task=NAME, index=0, **changes):
-    fields = {
-        "id": task,
-        "version": registry.task_version(task),
-        "seed": 4 << 20,
-        "index": index,
-    } | changes
-    return TaskRef(**fields)
-
-
 def test_question_and_reward_come_from_the_owners_code(package):
     installed(NAME)
     with Scorer() as scorer:
-        prompts = [scorer.score(ref(index=index), []).prompt for index in range(20)]
+        prompts = [scorer.score(ref(NAME, index), []).prompt for index in range(20)]
         word = prompts[0].rpartition(" ")[2]
         answers = [word[::-1], f"{word}?", f"so: <answer> {word[::-1]} </answer>"]
-        assert scorer.score(ref(), answers).rewards == [1.0, 0.0, 1.0]
+        assert scorer.score(ref(NAME), answers).rewards == [1.0, 0.0, 1.0]
         assert scorer.statistics().failures == 0
     assert len(set(prompts)) > 10
     with Scorer() as again:
-        assert [again.score(ref(index=index), []).prompt for index in range(20)] == prompts
+        assert [again.score(ref(NAME, index), []).prompt for index in range(20)] == prompts
 
 
 def test_settings_reach_the_function_and_the_version(package):
@@ -112,9 +103,9 @@ def test_settings_reach_the_function_and_the_version(package):
     registry.install([NAME], {NAME: {"length": 9}})
     assert registry.task_version(NAME) != plain
     with Scorer() as scorer:
-        assert len(scorer.score(ref(), []).prompt.rpartition(" ")[2]) == 9
+        assert len(scorer.score(ref(NAME), []).prompt.rpartition(" ")[2]) == 9
         with pytest.raises(TaskUnknown, match="version"):
-            scorer.score(ref(version=plain), [])
+            scorer.score(ref(NAME, version=plain), [])
 
 
 @pytest.mark.parametrize("file", ["words.py", "alphabet.py", "list.txt"])
@@ -161,11 +152,11 @@ def test_the_sandbox_holds_for_it(package):
 def test_changed_code_is_not_run(package):
     installed(NAME)
     with Scorer() as scorer:
-        scorer.score(ref(), [])
+        scorer.score(ref(NAME), [])
         (package / "words.py").write_text(WORDS + "\n")
         scorer.close()
         with pytest.raises(ScorerFailed, match=r"has changed in .* restart"):
-            scorer.score(ref(), [])
+            scorer.score(ref(NAME), [])
 
 
 def test_stale_bytecode_beside_the_source_is_not_run(package):
@@ -179,7 +170,7 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     installed(NAME)
     with Scorer() as scorer:
-        assert "backward" in scorer.score(ref(), []).prompt
+        assert "backward" in scorer.score(ref(NAME), []).prompt
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from swarmnode.tasks import determinism, registry
 from swarmnode.tasks.client import Scorer, ScorerFailed
 from swarmnode.tasks.determinism import transcript_hash
 from swarmnode.tool_prompt import split
-from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
-from tests.support.registered import tasks_restored
+from tests.support.registered import ref, tasks_restored
 
 pytest.importorskip("transformers", reason="its parser reads the calls")
 
@@ -126,10 +125,6 @@ def shop(tmp_path, monkeypatch, tasks_as_before):
 
 def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def ref(task, index=0):
-    return TaskRef(task, registry.task_version(task), 4 << 20, index)
 
 
 @pytest.fixture(scope="module")
