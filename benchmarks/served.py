@@ -1,14 +1,13 @@
 """Compare the learning of a node that samples with vLLM with a node that samples itself.
 
 Both train an adapter of SmolLM2-135M-Instruct alone, one after the other, on the same questions
-with the same settings and seed: small sums. The server is started with the
-command that `swarmnode vllm-command` prints. SWARMNODE_VLLM names the Python of an environment with
-vLLM (tests/support/served/install.sh).
+with the same settings and seed. The server is started with the command that
+`swarmnode vllm-command` prints. SWARMNODE_VLLM names the Python of an environment with vLLM
+(tests/support/served/install.sh).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import tempfile
@@ -20,32 +19,21 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.gguf import SMOLLM2
 from tests.support.served import real
 
+TASK = "chat/json_fields"
 RANK = 16
 RUN_SECONDS = 3600.0
 
 
-def write_questions(path: Path) -> Path:
-    with open(path, "w") as file:
-        for left, right in itertools.product(range(1, 13), repeat=2):
-            row = {"prompt": f"{left} + {right} =", "answer": str(left + right)}
-            file.write(json.dumps(row) + "\n")
-    return path
-
-
-def settings_of(questions: Path, url: str, steps: int, seed: int) -> dict[str, Any]:
+def settings_of(url: str, steps: int, seed: int) -> dict[str, Any]:
     return {
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"model": SMOLLM2, "devices": "cpu", "threads": 1},
         "policy.lora": {"r": RANK, "lora_alpha": 32},
         "policy.server": {"url": url},
-        "task": {"names": ["data/sums"]},
-        'task.datasets."data/sums"': {
-            "source": str(questions),
-            "verifier": "numeric",
-        },
+        "task": {"names": [TASK]},
         "training": {
             "learning_rate": 5e-4,
-            "max_completion_length": 12,
+            "max_completion_length": 40,
             "num_generations": 8,
             "groups_per_step": 2,
             "max_steps": steps,
@@ -59,27 +47,30 @@ def settings_of(questions: Path, url: str, steps: int, seed: int) -> dict[str, A
     }
 
 
-def run(directory: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines that a node logs until it ends after its last step."""
+def run(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run a node until it ends after its last step, and return its figures."""
     node = DemoNode("served", directory, settings)
     node.start([])
     node.wait(RUN_SECONDS)
-    lines = node.log_file.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    lines = objects(node.log_file)
+    steps = objects(directory / "log" / "steps.jsonl")
 
-
-def result_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
     def of(event: str) -> list[dict[str, Any]]:
         return [line for line in lines if line.get("event") == event]
 
-    steps = of("step")
     return {
-        "rewards": [step["reward"] for step in steps],
-        "seconds": [step["seconds"] for step in steps],
+        "rewards": [step["reward_own"] or 0.0 for step in steps],
+        "seconds": [step["step_seconds"] for step in steps],
         "held_out": [[each["reward"], each["error"]] for each in of("held out")],
         "engines": [line["engine"] for line in of("engine")],
         "failures": len(of("the server does not sample, the own engine does")),
     }
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, one per line."""
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def main() -> None:
@@ -94,11 +85,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        questions = write_questions(directory / "sums.jsonl")
 
         def arm(name: str, url: str, seed: int) -> None:
-            settings = settings_of(questions, url, args.steps, seed)
-            found = result_of(run(directory / f"{name}-{seed}", settings))
+            settings = settings_of(url, args.steps, seed)
+            found = run(directory / f"{name}-{seed}", settings)
             note(f"{name} {seed}: {found}")
             results.append({"engine": name, "seed": seed, **found})
             write_json(args.json, results)
