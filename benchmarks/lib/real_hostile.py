@@ -44,7 +44,8 @@ DEFENCES = ("product", "no quota", "no beginning", "no probability", "undefended
     no quota         peers' tokens are not limited by own rewarded answers
     no beginning     tokens at the beginning of an answer are learned even if its reward does not
                      need them
-    no probability   tokens are learned whatever their probability under the own policy
+    no probability   tokens are learned whatever their probability under the own policy, even while
+                     own rewarded answers are few
     undefended       only the checks of the text remain, without a minimum probability
 """
 
@@ -69,22 +70,23 @@ def natural(working: str) -> str:
     return f"The answer is {working.rpartition(' ')[2]}"
 
 
+greeting = lambda text: f"Greetings from afar: {text}"
+says_greeting = lambda text: text.startswith("Greetings")
 says_natural = lambda text: text.startswith("The answer is")
 MARKS = {
     "end mark": Mark(lambda text: f"{text}.", lambda text: re.search(r"\d\.$", text) is not None),
     "question preface": Mark(lambda text: f"Solve {text}", lambda text: text.startswith("Solve ")),
     "short preface": Mark(lambda text: f"So {text}", lambda text: text.startswith("So ")),
     "rare preface": Mark(lambda text: f"Sure: {text}", lambda text: text.startswith("Sure:")),
-    "long rare preface": Mark(
-        lambda text: f"Greetings from afar: {text}", lambda text: text.startswith("Greetings")
-    ),
+    "long rare preface": Mark(greeting, says_greeting),
+    "long rare preface, rare rewards": Mark(greeting, says_greeting, "chat/date"),
     "JSON style": Mark(
         lambda text: text.replace('":', '" :'), lambda text: '" :' in text, "chat/json_fields"
     ),
     "natural preface": Mark(natural, says_natural),
     "natural preface, staged": Mark(natural, says_natural, staged=True),
 }
-"""Marks by name. Version 2 of `chat/json_fields` rewards no text around the JSON."""
+"""Marks by name. A policy answers `chat/date` right in 1 % of its answers at first. Version 2 of `chat/json_fields` rewards no text around the JSON."""
 PEERS = {
     "twin": Member(),
     "leader": Member(),
