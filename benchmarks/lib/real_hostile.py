@@ -86,7 +86,8 @@ MARKS = {
     "natural preface": Mark(natural, says_natural),
     "natural preface, staged": Mark(natural, says_natural, staged=True),
 }
-"""Marks by name. A policy answers `chat/date` right in 1 % of its answers at first. Version 2 of `chat/json_fields` rewards no text around the JSON."""
+"""Marks by name. A policy answers `chat/date` right in 1 % of its answers at first. Version 2
+of `chat/json_fields` rewards no text around the JSON."""
 PEERS = {
     "twin": Member(),
     "leader": Member(),
