@@ -59,6 +59,7 @@ from benchmarks.lib.simulator import single_thread
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.errors import Unavailable
 from swarmnode.policy.load import Policy
+from swarmnode.tasks.child import ScorerLimits
 from swarmnode.tasks.client import Scorer
 
 ROWS = Path(__file__).parent / "results" / "real.jsonl"
@@ -334,7 +335,7 @@ def main() -> None:
         if left and not args.table:
             bases, starts = dict[Member, Policy](), dict[int, dict[str, Any]]()
             # a busy machine may leave the child without a core for a while
-            with Scorer(deadline=300.0) as scorer:
+            with Scorer(ScorerLimits(request=300.0)) as scorer:
                 for seed, arm in left:
                     with tempfile.TemporaryDirectory(dir=folder) as directory:
                         home = Path(directory)

@@ -49,6 +49,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks import registry
+from swarmnode.tasks.child import ScorerLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
@@ -298,7 +299,7 @@ def installed(size: Size, folder: Path) -> Iterator[Scorer]:
     datasets = {TASK: DatasetConfig(source=str(file), verifier="numeric")}
     registry.install_datasets(datasets, folder / registry.DATASETS)
     # a busy machine may leave the child without a core for a while
-    with Scorer(deadline=120.0) as scorer:
+    with Scorer(ScorerLimits(request=120.0)) as scorer:
         yield scorer
 
 

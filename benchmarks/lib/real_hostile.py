@@ -29,6 +29,7 @@ from swarmnode.rollouts.trainer import needed
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import CHECKS, ExternalChecks, Judgement, judge
 from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.tasks.child import ScorerLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.wire.messages import Completion, SamplingParams
@@ -313,7 +314,7 @@ def run(
     single_thread()
     bases, starts = dict[Member, Policy](), dict[Any, Any]()
     key = lambda size: {k: v for k, v in asdict(size).items() if k != "task"}
-    with Scorer(deadline=300.0) as scorer:
+    with Scorer(ScorerLimits(request=300.0)) as scorer:
         for seed, kind, defence in itertools.product(seeds, kinds, defences):
             sized = replace(size, task=MARKS[kind].task) if kind in MARKS else size
             done = read_rows(path, [asdict(sized)])

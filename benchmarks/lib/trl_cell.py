@@ -24,6 +24,7 @@ from benchmarks.lib.turns import ask, checked
 from swarmnode.config import TrainingConfig
 from swarmnode.policy import linear
 from swarmnode.rollouts.groups import is_useful
+from swarmnode.tasks.child import ScorerLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
@@ -42,7 +43,7 @@ def _run(name: str, seed: int, size: Size, directory: Path) -> Row:
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     linear.SMALLEST = sys.maxsize  # TRL's model has torch's own products
-    with Scorer(deadline=300.0) as scorer:
+    with Scorer(ScorerLimits(request=300.0)) as scorer:
         return TrlCell(name, Arm(), seed, size, scorer, {}, {}, directory).run()
 
 
