@@ -93,6 +93,7 @@ PEERS = {
     "twin": Member(),
     "leader": Member(),
     "unlike": Member(rank=4, system="Answer briefly."),
+    "all weights": Member(rank=0),
 }
 """Honest peers. The leader has trained alone for HEAD_START steps."""
 ALONE = "alone"
