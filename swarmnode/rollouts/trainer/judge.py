@@ -12,8 +12,8 @@ Steps, with the reasons for refusal on the right:
               probability of the first token                     `improbable`
     compare   the sender's log-probabilities with the own ones   `spot_check`
     weigh     a factor for each completion's most surprising stretch
-    cut       until `bound` begins: drop each completion's tokens from the first one on that the
-              own policy almost never samples
+    cut       drop each completion's tokens from the first one on that the own policy almost never
+              samples
     shorten   drop tokens at either end of a rewarded answer that its reward does not need
               (`needed.py`)
     bound     drop answers with a token that peers write much more often than this node
@@ -81,8 +81,8 @@ class ExternalChecks:
     log-probabilities cannot be compared."""
     least_probability: float = LEAST_PROBABILITY
     """A completion is cut before the first token with a lower probability than this under the own
-    policy, unless the quota bounds its task. With 0, no completion is cut, and completions that
-    earned less than the group's mean are trained on too."""
+    policy. With 0, all tokens are trained on, and so are completions that earned less than the
+    group's mean."""
 
 
 CHECKS = ExternalChecks()
@@ -168,9 +168,7 @@ def judge(
     for (group, rows), scored in zip(readable, scores, strict=True):
         try:
             with contained():
-                bounded = quota is not None and quota.bounds(group.group.task.id)
-                least = 0.0 if bounded else checks.least_probability
-                accepted = _weighed(group, rows, scored, policy, score, temperature, checks, least)
+                accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
                 scorer = rescore
                 if rescore is not None and budget is not None:
                     scorer = budget.of(group.peer, rescore)
@@ -197,26 +195,22 @@ def _weighed(
     score: Score,
     temperature: float,
     checks: ExternalChecks,
-    least: float,
 ) -> TrainingGroup:
     """Return the group with its weights.
-
-    Args:
-        least: Probability of a token at which a completion is cut; 0 cuts none.
 
     Raises:
         GroupRefused: A check failed.
     """
     own = _numbers(scored)
-    weights = believe(group.rewards, _at_sampled(rows, own), policy, checks, least)
+    weights = believe(group.rewards, _at_sampled(rows, own), policy, checks)
     # The reported log-probabilities are at the sender's temperature.
     reported = group.group.sampling.temperature
     comparable = own if reported == temperature else _numbers(*_scored(score, [rows], reported))
     compare(group, [chosen for chosen, _ in _at_sampled(rows, comparable)], policy, checks)
     was_cut = [completion.finish == "length" for completion in group.group.completions]
     chosen = [each for each, _ in own]
-    is_defended = checks.least_probability > 0
-    learnt = [learnt_tokens(each, least) for each in chosen] if is_defended else []
+    least = checks.least_probability
+    learnt = [learnt_tokens(each, least) for each in chosen] if least else []
     return TrainingGroup(
         rows,
         chosen,
@@ -429,15 +423,13 @@ def believe(
     scored: Sequence[RowScores],
     policy: PolicyText,
     checks: ExternalChecks,
-    least: float,
 ) -> list[float]:
-    """Return a weight for the most surprising stretch of each completion, (G,). It is 0 if no token
-    remains.
+    """Return a weight for the most surprising stretch of each completion, (G,). It is 0 if the own
+    policy almost never samples the first token.
 
     Args:
         rewards: (G,).
         scored: (G,) scores of the sampled tokens at the own temperature.
-        least: Probability of a token at which a completion is cut; 0 cuts none.
 
     Raises:
         GroupRefused: No completion with the best reward has a positive weight, or no policy near
@@ -455,7 +447,8 @@ def believe(
     best = [i for i, reward in enumerate(rewards) if reward == max(rewards)]
     if not any(weights[i] > 0 for i in best):
         raise GroupRefused("surprise", "this node samples no such part of an answer")
-    begins = [learnt_tokens(chosen, least) > 0 for chosen, _ in scored]
+    least = checks.least_probability
+    begins = [not least or learnt_tokens(chosen, least) > 0 for chosen, _ in scored]
     weights = [weight * may for weight, may in zip(weights, begins, strict=True)]
     if not any(weights[i] > 0 for i in best):
         first = math.exp(max(scored[i][0][0] for i in best))

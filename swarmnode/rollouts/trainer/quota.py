@@ -122,10 +122,6 @@ class TokenQuota:
         """Record an own answer that earned more than the mean of its group."""
         self._of(task).own.add(counted(ids))
 
-    def bounds(self, task: str) -> bool:
-        """Return True if own rewarded answers of a task bound what peers' answers teach."""
-        return self._of(task).own.answers >= ENOUGH_ANSWERS
-
     def takes(
         self,
         task: str,
@@ -147,7 +143,7 @@ class TokenQuota:
             known.learnt.tokens[token] + 1 - self._most(known, token, len(different)): token
             for token in different
         }
-        taken = not self.bounds(task) or max(over, default=0.0) <= 0
+        taken = known.own.answers < ENOUGH_ANSWERS or max(over, default=0.0) <= 0
         if taken:
             known.learnt.add(different)
         else:
