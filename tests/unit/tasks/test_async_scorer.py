@@ -78,7 +78,7 @@ async def test_cancelled_callers_do_not_shift_answers(expected):
             with trio.CancelScope() as scope:
                 async with trio.open_nursery() as nursery:
                     for index in range(200):
-                        nursery.start_soon(scorer.score, ref(index), ["1"])
+                        nursery.start_soon(score_one, scorer, ref(index), ["1"])
                     await trio.testing.wait_all_tasks_blocked()
                     scope.cancel()
             async with trio.open_nursery() as nursery:
