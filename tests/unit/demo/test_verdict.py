@@ -94,6 +94,8 @@ def test_a_liar_without_rejections_is_a_failure():
     assert any(
         "rejected groups: none" in text for text in failed(rejected=(), keys={"liars": [LIAR]})
     )
+    back = Kill("node0", "a", 40, 36, 36, "a")
+    assert failed(rejected=(), keys={"liars": [LIAR], "kills": [back]}) == [], "since its restart"
 
 
 @pytest.mark.parametrize(
