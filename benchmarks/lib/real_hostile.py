@@ -32,6 +32,7 @@ from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.tasks.child import ScorerLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
+from swarmnode.trainer.sampler import next_question
 from swarmnode.wire.messages import Completion, SamplingParams
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
@@ -122,7 +123,7 @@ class HostileNode(TurnNode):
     def _draft(self, victim: TurnNode) -> tuple[float, OwnGroup]:
         """Return the victim's log-probability of the marked answer to the next question in nats,
         and the group."""
-        sequence, ref = self.loop._questions.next()
+        sequence, ref = next_question([self.mark.task], self.counters)
         (asked,) = checked(self.swarm.scorer.score_many([(ref, [])], reveal=True))
         right = working(asked)
         wrong = re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 1) % 10), right)
