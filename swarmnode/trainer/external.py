@@ -17,7 +17,6 @@ from swarmnode.rollouts.trainer.judge import Judgement, judge, judge_until_full,
 from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.trainer.engine import Engine
-from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids
 
 ANSWER_SECONDS = 0.2
@@ -52,8 +51,10 @@ class ExternalGroups:
     def publish(self, own: Sequence[OwnGroup]) -> None:
         """Send the step's own groups to the network process, if groups are shared."""
         for message in own:
-            for completion in rewarded(message):
-                self.quota.own(message.task.id, unpack_ids(completion.token_ids).tolist())
+            mean = fmean(message.rewards)
+            for completion, reward in zip(message.completions, message.rewards, strict=True):
+                ids = unpack_ids(completion.token_ids).tolist()
+                self.quota.own(message.task.id, ids, rewarded=reward > mean)
             if self._sharing.enabled:
                 self._link.send(message)
 
@@ -112,9 +113,3 @@ class ExternalGroups:
         ]
         self._split.observe(sum(is_useful(group.rewards) for group in trained))
         return trained
-
-
-def rewarded(group: OwnGroup) -> list[Completion]:
-    """Return the completions that earned more than the mean of their group."""
-    mean = fmean(group.rewards)
-    return [c for c, reward in zip(group.completions, group.rewards, strict=True) if reward > mean]

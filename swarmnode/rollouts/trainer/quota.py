@@ -103,10 +103,18 @@ class Drift:
 
 @dataclass
 class _Task:
-    own: TokenCounts = field(default_factory=TokenCounts)
+    tried: TokenCounts = field(default_factory=TokenCounts)
+    """Counts of all own answers."""
+    rewarded: TokenCounts = field(default_factory=TokenCounts)
+    """Counts of own rewarded answers."""
     theirs: TokenCounts = field(default_factory=TokenCounts)
     learnt: TokenCounts = field(default_factory=TokenCounts)
     """Counts of the peers' answers that were accepted."""
+
+    @property
+    def own(self) -> TokenCounts:
+        """The own answers that peers' answers are compared with."""
+        return self.rewarded if self.rewarded.answers >= ENOUGH_ANSWERS else self.tried
 
 
 class TokenQuota:
@@ -118,9 +126,16 @@ class TokenQuota:
         """The token for which `takes` last refused an answer: the one that is furthest beyond its
         bound."""
 
-    def own(self, task: str, ids: Sequence[int]) -> None:
-        """Record an own answer that earned more than the mean of its group."""
-        self._of(task).own.add(counted(ids))
+    def own(self, task: str, ids: Sequence[int], rewarded: bool = True) -> None:
+        """Record an own answer.
+
+        Args:
+            rewarded: True if it earned more than the mean of its group.
+        """
+        known, tokens = self._of(task), counted(ids)
+        known.tried.add(tokens)
+        if rewarded:
+            known.rewarded.add(tokens)
 
     def takes(
         self,
@@ -153,7 +168,7 @@ class TokenQuota:
     @property
     def excess(self) -> float | None:
         """Largest excess of a token in peers' answers, at least 0; None without evidence."""
-        known = [min(each.own.answers, each.theirs.answers) for each in self._tasks.values()]
+        known = [min(each.rewarded.answers, each.theirs.answers) for each in self._tasks.values()]
         if max(known, default=0) < ENOUGH_FOR_DRIFT:
             return None
         drift = self.drift()
@@ -165,7 +180,7 @@ class TokenQuota:
         found = [
             self._drift(task, known, token)
             for task, known in self._tasks.items()
-            if min(known.own.answers, known.theirs.answers) >= ENOUGH_FOR_DRIFT
+            if min(known.rewarded.answers, known.theirs.answers) >= ENOUGH_FOR_DRIFT
             for token, _ in known.theirs.tokens.most_common(MOST_COMPARED)
         ]
         return max(found, key=lambda each: each.excess, default=None)
