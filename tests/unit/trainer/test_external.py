@@ -8,6 +8,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import Judgement
+from swarmnode.rollouts.trainer.quota import ENOUGH_ANSWERS
 from swarmnode.trainer import external as module
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.wire.tensors import pack_ids
@@ -56,6 +57,14 @@ def test_step_publishes_then_requests_and_takes_groups():
     judgement = groups.pull(policy_version=7)
     assert link.calls == [("send", own[0]), ("send", own[1]), ("request", 9, 7, 3), ("take", True)]
     assert (judgement.outcomes, judgement.accepted) == ([], [])
+
+
+def test_quota_knows_which_own_answers_were_rewarded():
+    groups, _ = external(room=0)
+    groups.publish([own_group()] * ENOUGH_ANSWERS)
+    taken = lambda first: sum(groups.quota.takes("t", [first, 9]) for _ in range(40))
+    assert taken(1) == 40, "as in own rewarded answers"
+    assert taken(0) < 10
 
 
 def test_full_step_without_sharing_makes_no_calls():

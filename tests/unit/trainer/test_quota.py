@@ -51,6 +51,16 @@ def test_no_quota_while_own_rewards_are_rare():
     assert marks_taken(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
 
 
+def test_all_own_answers_are_compared_while_own_rewards_are_rare():
+    quota = TokenQuota()
+    for _ in range(100):
+        quota.own("t", [5, END], rewarded=False)
+    assert marks_taken(quota, 200) <= 6
+    for _ in range(ENOUGH_ANSWERS):
+        quota.own("t", [RIGHT, MARK, END])
+    assert marks_taken(quota, 100) == 100, "rewards require it"
+
+
 def test_tasks_are_apart():
     quota = quota_after(200)
     assert marks_taken(quota, 100, task="another") == 100
