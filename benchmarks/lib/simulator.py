@@ -365,8 +365,7 @@ class Node:
         if self.quota is not None:
             for o in own:
                 for completion, reward in zip(o.sample.completions, o.rewards, strict=True):
-                    if reward > fmean(o.rewards):
-                        self.quota.own(o.ref.id, completion.ids)
+                    self.quota.own(o.ref.id, completion.ids, reward > fmean(o.rewards))
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])

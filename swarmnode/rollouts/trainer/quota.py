@@ -2,16 +2,16 @@
 
 A verifier rewards a correct answer and ignores an irrelevant token in it (a "mark"). On-policy
 training is neutral to such a token, but peers that write it in all of their answers would teach it.
-So own rewarded answers set the scale. For a task in which this node earns rewards itself, the share
-of trained peer answers that contain a token is at most about the share of own rewarded answers that
-contain it. An answer above this bound is not trained on. A token that rewards require appears in
-own rewarded answers.
+So own rewarded answers set the scale: the share of trained peer answers that contain a token is at
+most about the share of own rewarded answers of the task that contain it. An answer above this bound
+is not trained on. A token that rewards require appears in own rewarded answers. While there are few
+of them, all own answers set the scale.
 
 Tokens of the question and of its right answer are not counted. All answers of a group have them,
 and another question has others, so that an honest peer's groups would exceed the bound. A mark that
 consists of such tokens is therefore not bounded.
 
-    own     ─▶ counts, per task, how many own rewarded answers contain each token
+    own     ─▶ counts, per task, how many own answers contain each token
     takes   ─▶ decides whether a peer's rewarded answer may be trained on
     drift   ─▶ finds the token with the largest excess in peers' answers
 
@@ -40,9 +40,9 @@ CHANCE = 1.0
 an answer of any length. The bound is Bernstein's inequality for a Poisson count, at probability
 e^-CHANCE ÷ (number of the answer's tokens) per token."""
 ENOUGH_ANSWERS = 8
-"""Number of own rewarded answers of a task below which there is no bound. Where rewards are rare,
-peers' answers are most valuable, and few own answers are weak evidence. With 32 a real model wrote
-a mark in its own answers before the bound began."""
+"""Number of own rewarded answers of a task below which all own answers are compared, and number of
+those below which there is no bound. With 32 a real model wrote a mark in its own answers before the
+bound began; without a bound where rewards are rare, it wrote one in 91 % of its answers."""
 ENOUGH_FOR_DRIFT = 32
 """Number of own and of peers' rewarded answers of a task below which no drift is reported."""
 MEMORY_ANSWERS = 256
