@@ -23,9 +23,9 @@ def test_belief_falls_to_a_floor_and_recovers():
     assert trust.participation("p") == 0.5, "one that was trained on before"
 
 
-def test_what_is_nobodys_fault_costs_nothing():
+def test_what_honest_authors_cause_costs_nothing():
     trust = AuthorTrust()
-    for outcome in ("untokenizable", "too_large"):
+    for outcome in ("untokenizable", "too_large", "improbable"):
         assert outcome not in DISTRUSTED
         trust.judged("p", outcome)
     assert trust.participation("p") == 1.0
