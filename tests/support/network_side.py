@@ -53,7 +53,7 @@ async def run_trainer(
     network: NetworkSide | None = None,
     on_report: Callable[[Trainer, Report], None] | None = None,
 ) -> NetworkSide:
-    """Run a trainer in a thread to its end; returns the network's side. on_report: hears each
+    """Run a trainer in a thread to its end; returns the network's side. on_report: gets each
     report, and may stop the trainer."""
     config = Config.model_validate(settings)
     (config.node.data_dir / "run").mkdir(parents=True, exist_ok=True)
