@@ -27,8 +27,7 @@ from swarmnode.rollouts.trainer.judge import Judgement
 WINDOW = 5
 """Groups of a peer, or steps of this node, in a mean reward (HACPO's K)."""
 CAPABILITY = 0.5, 2.0
-"""Bounds of the ratio of mean rewards. A guess: the paper's is not bounded, but its rewards are
-means of hundreds of answers."""
+"""Bounds of the ratio of mean rewards, a guess: a mean of five groups varies much."""
 LEAST_RATIO = 0.8
 
 

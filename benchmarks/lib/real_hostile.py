@@ -46,7 +46,7 @@ DEFENCES = ("product", "no quota", "no beginning", "no probability", "undefended
     no quota         peers' tokens are not limited by own rewarded answers
     no beginning     tokens at the beginning of an answer are learned even if its reward does not
                      need them
-    no probability   tokens are learned whatever their probability under the own policy
+    no probability   tokens of any probability under the own policy are learned
     undefended       only the checks of the text remain, without a minimum probability
 """
 

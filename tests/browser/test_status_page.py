@@ -40,7 +40,7 @@ REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/samples", "/status?poin
 
 
 class Visit:
-    """What a tab shows."""
+    """The content of a tab."""
 
     def __init__(self, dom: str, tab: Tab, origin: str) -> None:
         self.dom = dom

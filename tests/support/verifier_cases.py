@@ -1,4 +1,4 @@
-"""What each verifier accepts and refuses: the tables of docs/verifiers.md."""
+"""Accepted and refused answers of each verifier: the tables of docs/verifiers.md."""
 
 from __future__ import annotations
 

@@ -446,7 +446,9 @@ def believe(
     weights = [burst_weight(each, slack) for each in excess]
     best = [i for i, reward in enumerate(rewards) if reward == max(rewards)]
     if not any(weights[i] > 0 for i in best):
-        raise GroupRefused("surprise", "this node samples no such part of an answer")
+        raise GroupRefused(
+            "surprise", "its best answers have parts that this node hardly ever samples"
+        )
     least = checks.least_probability
     begins = [not least or learnt_tokens(chosen, least) > 0 for chosen, _ in scored]
     weights = [weight * may for weight, may in zip(weights, begins, strict=True)]
