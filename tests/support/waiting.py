@@ -3,7 +3,9 @@ advance."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 import time
 import urllib.request
@@ -86,6 +88,10 @@ def snapshot(node: HasPage) -> dict[str, Any] | None:
 
 
 def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
+    """Return a free port below Linux's ephemeral ports, so that no outgoing connection takes it
+    before the caller listens."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as chosen:
+            chosen.bind(("127.0.0.1", port))
+            return port

@@ -121,8 +121,8 @@ def play(
         first = whole(
             swarm, {node.name: NodeReport(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started
         )
-        assert first is not None, (
-            f"the swarm did not start: {[node.log()[-1500:] for node in swarm.nodes]}"
+        assert first is not None, "the swarm did not start:\n" + "\n".join(
+            f"{node.name} {report_of(node)}\n{node.log()[-1500:]}" for node in swarm.nodes
         )
         tell(f"seed {seed}: {nodes} nodes, whole {first:.1f} s after their start")
         for fault in drawn(seed, long, swarm.can_mount, names):
