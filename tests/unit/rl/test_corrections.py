@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from swarmnode.rl.corrections import (
-    CAP,
     burst_slack,
     burst_weight,
     effective_share,
@@ -104,18 +103,6 @@ def test_payload_is_found_within_honest_text():
     honest[1000:1008] = 9.0
     assert float(honest.mean()) < 0.04, "no mean shows it"
     assert burst_weight(honest, SLACK) == 0.0
-
-
-RATIOS = torch.tensor([[0.1, 0.6, 1.0, 3.0, 9.0], [0.5, 2.0, 1.9, 7.0, 7.0]])
-MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
-
-
-def test_a_tokens_weight_is_truncated():
-    sampler = torch.full_like(RATIOS, -1.5)
-    assert torch.allclose(
-        importance_weights(sampler + RATIOS.log(), sampler, MASK),
-        torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]),
-    )
 
 
 def test_weights_that_are_not_finite_are_0():

@@ -1,4 +1,4 @@
-"""The loss: means, weights, and sums over micro-batches."""
+"""The loss of a batch with padding, or without tokens."""
 
 import math
 
@@ -17,43 +17,11 @@ def a_batch(rows=6, length=5, seed=0):
     return logprobs.requires_grad_(), torch.randn(rows, generator=generator), mask
 
 
-def loss_of(logprobs, advantages, mask, *, weights=None, **settings):
+def loss_of(logprobs, advantages, mask):
     """The loss of a whole batch."""
-    objective = Objective(**settings)
+    objective = Objective()
     normalizer = objective.normalizer(mask.sum(1).tolist())
-    return policy_loss(
-        logprobs,
-        advantages,
-        mask,
-        objective,
-        normalizer,
-        weights=weights,
-    )
-
-
-def test_the_gradient_is_the_advantage():
-    logprobs, advantages, mask = a_batch()
-    loss_of(logprobs, advantages, mask).backward()
-    assert torch.allclose(logprobs.grad, -advantages.unsqueeze(1) * mask / mask.sum(), atol=1e-6)
-
-
-def test_weights_scale_a_sequence():
-    logprobs, advantages, mask = a_batch()
-    whole = loss_of(logprobs, advantages, mask)
-    half = loss_of(logprobs, advantages, mask, weights=torch.full((6, 1), 0.5))
-    assert half.item() == pytest.approx(whole.item() / 2)
-
-
-def test_token_mean_weighs_long_completions_more():
-    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
-    logprobs = torch.full((2, 4), -1.0, requires_grad=True)
-    loss_of(logprobs, torch.tensor([1.0, 1.0]), mask, loss_type="dapo").backward()
-    by_token = logprobs.grad.sum(1)
-    logprobs.grad = None
-    loss_of(logprobs, torch.tensor([1.0, 1.0]), mask, loss_type="grpo").backward()
-    by_sequence = logprobs.grad.sum(1)
-    assert by_token[0] == pytest.approx(4 * by_token[1].item())
-    assert by_sequence[0] == pytest.approx(by_sequence[1].item())
+    return policy_loss(logprobs, advantages, mask, objective, normalizer)
 
 
 def test_padding_may_hold_anything():

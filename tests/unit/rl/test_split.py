@@ -9,11 +9,16 @@ import pytest
 from swarmnode.rl.split import AdaptiveSplit, floor_groups
 
 
-def test_alone_a_node_generates_its_whole_batch():
-    split = AdaptiveSplit(8)
+@pytest.mark.parametrize(
+    ("smoothed", "used", "own"),
+    [(0.0, 0, 8), (0.0, 6, 2), (20.0, 0, 8)],
+    ids=["alone", "at the floor", "no more rewards"],
+)
+def test_own_groups_follow_the_used_ones(smoothed, used, own):
+    split = AdaptiveSplit(8, smoothed)
     for _ in range(50):
-        split.observe(0)
-    assert split.own_groups == 8
+        split.observe(used)
+    assert (split.own_groups, split.external_room) == (own, 6)
 
 
 def test_the_average_moves_by_four_tenths():
@@ -23,27 +28,6 @@ def test_the_average_moves_by_four_tenths():
     split.observe(5)
     assert split.smoothed == pytest.approx(3.2)
     assert split.own_groups == 5
-
-
-def test_own_groups_never_fall_below_the_floor():
-    split = AdaptiveSplit(8)
-    for _ in range(50):
-        split.observe(6)
-    assert split.own_groups == 2
-
-
-def test_room_for_external_groups_stays_constant():
-    split = AdaptiveSplit(8)
-    for _ in range(50):
-        split.observe(0)
-    assert split.external_room == 6
-
-
-def test_generation_rises_again_when_rewards_dry_up():
-    split = AdaptiveSplit(8, smoothed=20.0)
-    for _ in range(12):
-        split.observe(0)
-    assert split.own_groups == 8
 
 
 @pytest.mark.parametrize(("q", "nodes"), [(0.03, 8), (0.1, 8), (0.16, 8), (0.4, 8), (0.1, 3)])

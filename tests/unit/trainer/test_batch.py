@@ -31,25 +31,14 @@ def sample():
 
 def test_assembled_rows_keep_groups_together(sample):
     useful = own_group(sample, [1.0, 0.0, 0.0, 0.0])
+    assert useful.was_cut == [c.finish == "length" for c in sample.completions]
     silent = own_group(sample, [0.0] * 4)
     theirs = replace(useful, peer="p")
     rows = assemble([useful, silent, theirs], "dr_grpo")
     assert rows.groups == [0] * 4 + [1] * 4 + [2] * 4
     assert rows.external == [False] * 8 + [True] * 4
-    assert rows.advantages.tolist() == [
-        0.75,
-        -0.25,
-        -0.25,
-        -0.25,
-        0,
-        0,
-        0,
-        0,
-        0.75,
-        -0.25,
-        -0.25,
-        -0.25,
-    ]
+    signal = [0.75, -0.25, -0.25, -0.25]
+    assert rows.advantages.tolist() == [*signal, *[0.0] * 4, *signal]
     assert rows.informative(external=False) == [0, 1, 2, 3]
     assert rows.informative(external=True) == [8, 9, 10, 11]
     assert silent_share([useful, silent]) == 0.5
@@ -72,12 +61,6 @@ def test_truncated_completions_can_be_masked(sample):
     assert rows.masked == {5, 9}
     assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1]
     assert rows.advantages.tolist() == [0.5, 0.5, -0.5, -0.5] * 3
-
-
-def test_own_groups_know_which_of_their_completions_were_cut(sample):
-    assert own_group(sample, [0.0] * 4).was_cut == [
-        c.finish == "length" for c in sample.completions
-    ]
 
 
 def test_peer_group_is_learnt_up_to_an_improbable_token(sample):

@@ -14,7 +14,6 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import LEAST_PROBABILITY
-from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import (
     CHECKS,
@@ -26,9 +25,9 @@ from swarmnode.rollouts.trainer.judge import (
 from swarmnode.rollouts.trainer.needed import ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.tasks.frames import Scored, ScorerFailed
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
-from tests.support.groups import external_group
+from tests.support.groups import external_group, sampled_group
 
 PROMPT = (
     "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
@@ -47,40 +46,15 @@ def sample(policy):
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def external(
-    policy,
-    sample,
-    *,
-    texts=None,
-    ids=True,
-    shift=0.0,
-    model=None,
-    tokenizer=None,
-    rewards=(1.0, 0.0, 0.0, 0.0),
-    temperature=1.0,
-):
+def external(policy, sample, *, texts=None, shift=0.0, rewards=(1.0, 0.0, 0.0, 0.0), **claims):
+    """Return a sample as a peer's group; `shift` is added to the log-probability of each token."""
+    texts = texts or [c.text for c in sample.completions]
     completions = [
-        Completion(
-            texts[i] if texts else c.text,
-            len(c.ids),
-            min(0.0, math.fsum(c.logprobs) + shift * len(c.ids)),
-            c.finish,
-            pack_ids(c.ids) if ids else b"",
-            pack_logprobs([x + shift for x in c.logprobs]) if ids else b"",
-        )
-        for i, c in enumerate(sample.completions)
+        replace(c, text=text, logprobs=[x + shift for x in c.logprobs])
+        for c, text in zip(sample.completions, texts, strict=True)
     ]
-    group = RolloutGroup(
-        TaskRef("rg/gcd", "v", 0, 0),
-        model or policy.fingerprint,
-        tokenizer or policy.tokenizer_hash,
-        0,
-        0,
-        0,
-        SamplingParams(temperature, 1.0, 8),
-        completions,
-    )
-    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
+    changed = replace(sample, completions=completions)
+    return sampled_group(policy, changed, PROMPT, list(rewards), **claims)
 
 
 def judged(policy, group, checks=CHECKS):
@@ -141,7 +115,7 @@ def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
 
 def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
     texts = ["漢字", *[c.text for c in sample.completions][1:]]
-    group = external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32)
+    group = external(policy, sample, texts=texts, packed=False, tokenizer=b"x" * 32)
     assert outcome(policy, group) == "untokenizable"
 
 
@@ -159,9 +133,9 @@ def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
     ("claims", "refused"),
     [
         ({}, "surprise"),
-        ({"ids": False}, "no_ids"),
-        ({"ids": False, "tokenizer": b"x" * 32}, "surprise"),
-        ({"ids": False, "model": b"y" * 32}, "surprise"),
+        ({"packed": False}, "no_ids"),
+        ({"packed": False, "tokenizer": b"x" * 32}, "surprise"),
+        ({"packed": False, "model": b"y" * 32}, "surprise"),
         ({"model": b"y" * 32}, "surprise"),
         ({"model": b"y" * 32, "tokenizer": b"x" * 32}, "surprise"),
         ({"temperature": 2.0}, "surprise"),
@@ -180,7 +154,7 @@ def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
         {},
         {"tokenizer": b"x" * 32},
         {"model": b"y" * 32},
-        {"model": b"y" * 32, "ids": False},
+        {"model": b"y" * 32, "packed": False},
     ):
         group = external(policy, sample, shift=-5.0, **claims)
         assert outcome(policy, group) == "spot_check"

@@ -12,13 +12,12 @@ from swarmnode.config import Config, PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
-from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
-from swarmnode.tasks.seeds import task_seed
+from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.loop import Trainer
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from swarmnode.wire.messages import TaskRef
+from tests.support.groups import sampled_group
 from tests.support.network_side import ME, SWARM, NetworkSide, run_trainer
 
 pytestmark = pytest.mark.slow
@@ -70,7 +69,9 @@ async def test_lone_trainer_learns_and_publishes_its_groups(tmp_path):
     assert last.weights.outer_step == last.weights.exchanges_total == 0
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)
+    tasks = Config().task.names
     for group in network.published[:5]:
+        assert group.task.id == choose_task(tasks, SWARM, ME, group.sequence)
         asked = task_seed(SWARM, ME, group.sequence, group.task.id)
         assert (group.task.seed, group.task.index) == asked
         assert len(group.rewards) == len(group.completions) == 8
@@ -105,29 +106,8 @@ def groups_of_a_peer(count):
             assert isinstance(scored, Scored)
             if len(set(scored.rewards)) < 2:
                 continue
-            completions = [
-                Completion(
-                    c.text,
-                    len(c.ids),
-                    sum(c.logprobs),
-                    c.finish,
-                    pack_ids(c.ids),
-                    pack_logprobs(c.logprobs),
-                )
-                for c in sample.completions
-            ]
-            group = RolloutGroup(
-                ref,
-                policy.fingerprint,
-                policy.tokenizer_hash,
-                0,
-                0,
-                sequence,
-                SamplingParams(1.0, 1.0, 8),
-                completions,
-            )
             out.append(
-                ExternalGroup(sequence.to_bytes(32, "big"), peer, group, prompt, scored.rewards, 0)
+                sampled_group(policy, sample, prompt, scored.rewards, task=ref, sequence=sequence)
             )
     return out
 

@@ -8,18 +8,16 @@ import torch
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.generate import Sampling
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.text import silent_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
-from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.state import Counters
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from tests.support.groups import sampled_group
 from tests.support.model_zoo import CONFIGS, build
 
 REFUSED = {"mamba"}
@@ -92,21 +90,10 @@ def from_peer(policy, prompt):
     answers = [[*(ordinary[i] for i in draw.tolist()), policy.eos_id] for draw in draws]
     logprobs = score(policy, [(head, ids) for ids in answers], 1.0)
     completions = [
-        Completion(
-            policy.decode(ids),
-            len(ids),
-            math.fsum(chosen),
-            "eos",
-            pack_ids(ids),
-            pack_logprobs(chosen),
-        )
+        SampledCompletion(ids, chosen, policy.decode(ids), "eos")
         for ids, chosen in zip(answers, logprobs, strict=True)
     ]
-    task, sampling = TaskRef("rg/gcd", "v", 0, 0), SamplingParams(1.0, 1.0, TOKENS)
-    group = RolloutGroup(
-        task, policy.fingerprint, policy.tokenizer_hash, 0, 0, 0, sampling, completions
-    )
-    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, prompt, [1.0, 0.0, 0.0, 1.0], 0)
+    return sampled_group(policy, GroupSample(head, completions), prompt, [1.0, 0.0, 0.0, 1.0])
 
 
 @pytest.mark.long

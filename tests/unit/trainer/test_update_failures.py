@@ -1,7 +1,9 @@
 """A failure that a peer's group causes excludes that group; an own row that is too large is
-excluded alone."""
+excluded alone; a shortage of memory changes only the micro-batch."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,10 @@ from swarmnode.trainer.update import Updater
 from tests.support.updates import sampled_groups, small_device
 
 PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
+LONG_PROMPT = (
+    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
+    " answer."
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +103,7 @@ FAILURES = {
     "forward": ({"forward": IndexError("index 99 is out of range")}, "failed"),
     "backward": ({"backward": RuntimeError("a kernel says no")}, "failed"),
     "panic": ({"forward": Panic("x")}, "failed"),
-    "nan": ({"backward": float("nan")}, "no_gradient"),
+    "nan": ({"backward": math.nan}, "no_gradient"),
 }
 
 
@@ -122,7 +128,7 @@ def test_single_failing_group_does_not_change_the_optimizer(base, groups, monkey
 
 
 def test_only_peers_groups_that_fail_move_nothing(base, groups, monkeypatch):
-    poison(monkeypatch, PROMPTS[1:3], backward=float("nan"))
+    poison(monkeypatch, PROMPTS[1:3], backward=math.nan)
     found = updated(base, groups[1:3])
     assert not found[2].stepped
     assert found[2].refused == {0: "no_gradient", 1: "no_gradient"}
@@ -130,12 +136,59 @@ def test_only_peers_groups_that_fail_move_nothing(base, groups, monkeypatch):
     assert not moments(found[1])
 
 
-def test_peers_are_not_blamed_for_our_own_gradient(base, groups, monkeypatch):
-    poison(monkeypatch, PROMPTS[:1], backward=float("nan"))
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_peers_are_not_blamed_for_our_own_gradient(base, groups, monkeypatch, number):
+    poison(monkeypatch, PROMPTS[:1], backward=number)
     found = updated(base, groups)
-    assert not found[2].stepped
-    assert not found[2].refused
+    done = found[2]
+    assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
+    assert not done.refused
     assert torch.equal(weights(found[0]), weights(base))
+
+
+def test_a_batch_without_a_signal_moves_nothing(base, groups):
+    silent = [replace(group, rewards=[1.0] * 4) for group in groups]
+    policy, _, done = updated(base, silent)
+    assert (done.stepped, done.skipped) == (False, "no_signal")
+    assert torch.equal(weights(policy), weights(base))
+
+
+@pytest.mark.parametrize("long", [0, 1])
+def test_out_of_memory_halves_the_micro_batch(base, monkeypatch, long):
+    """The own group or the peer's does not fit in one piece."""
+    prompts = [LONG_PROMPT, PROMPTS[0]] if long == 0 else [PROMPTS[0], LONG_PROMPT]
+    batch = assemble(sampled_groups(base, prompts, own=1), "grpo")
+    found = []
+    for small in (False, True):
+        if small:
+            small_device(monkeypatch, 110, 110)
+        policy, batchers = base.clone(), [MicroBatcher(10_000), MicroBatcher(10_000)]
+        Updater(policy, TrainingConfig(), batchers[0], external=batchers[1]).update(batch)
+        assert [each.statistics().oom_retries > 0 for each in batchers] == [
+            small and source == long for source in (0, 1)
+        ]
+        found.append(weights(policy))
+    # where a gradient is almost 0, the direction of Adam's first step of 3e-4 is random
+    assert float((found[0] - found[1]).abs().mean()) < 1e-6
+
+
+def test_too_large_peer_group_costs_only_itself(base, groups, monkeypatch):
+    """Admission accepts rows of up to four times the own length."""
+    large = replace(
+        groups[2],
+        rows=[Row(prompt, answer[:-1] * 90 + answer[-1:]) for prompt, answer, _ in groups[2].rows],
+        sampler_logprobs=[old[:-1] * 90 + old[-1:] for old in groups[2].sampler_logprobs],
+    )
+    expected = updated(base, groups[:2])
+    most = 4 * max(len(prompt) + len(answer) for g in groups for prompt, answer, _ in g.rows)
+    small_device(monkeypatch, most, most)
+    policy, batcher = base.clone(), MicroBatcher(10_000)
+    rows = assemble([groups[0], large, groups[1]], "grpo")
+    done = Updater(policy, TrainingConfig(), batcher).update(rows)
+    assert done.stepped
+    assert done.refused == {1: "too_large"}
+    assert float((weights(policy) - weights(expected[0])).abs().mean()) < 1e-6
+    assert batcher.tokens == 10_000
 
 
 def test_an_exception_of_our_own_rows_is_raised(base, groups, monkeypatch):
