@@ -1,21 +1,18 @@
-"""A chain of stages is the whole model: outputs, log-probabilities, gradients, greedy tokens."""
+"""What one stage reads, holds in memory, counts and refuses. `test_split_trial` compares chains of
+stages with whole models."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from swarmnode.errors import BadMessage, Unavailable
-from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.errors import BadMessage, ConfigError, Unavailable
+from swarmnode.policy.logprobs import collate
 from swarmnode.stages.specs import stage_specs
 from swarmnode.stages.trainer.stage_model import Prompts, StageRuntime, load_stage, make_packing
 from tests.support.largest import Largest
 from tests.support.split_models import split_model, whole_state
 
-KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
-SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]
 ROWS = [
     ([5, 6, 7, 8, 9, 10], [11, 12, 13]),
     ([5, 6, 7, 8, 9, 10], [3]),
@@ -26,79 +23,6 @@ ROWS = [
 
 def chain(model, layers):
     return [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
-
-
-def through(stages, batch, weight, temperature=0.8):
-    """Log-probabilities, and gradients by the whole model's names, of Σ weight · logprob."""
-    inputs = [None]
-    for stage in stages[:-1]:
-        inputs.append(stage.forward(batch, inputs[-1]))
-    seen = []
-
-    def loss(logprobs, entropy):
-        seen.append(logprobs.detach())
-        return (logprobs * weight).sum()
-
-    gradient = stages[-1].learn(batch, inputs[-1], temperature, loss)
-    for stage, x in zip(reversed(stages[:-1]), reversed(inputs[:-1]), strict=True):
-        gradient = stage.backward(batch, x, gradient)
-    gradients = {}
-    for stage in stages:
-        for name, parameter in stage.model.named_parameters():
-            if parameter.requires_grad:
-                name = stage.spec.whole_name(name)
-                # both halves of a tied embedding
-                gradients[name] = gradients.get(name, 0) + parameter.grad
-    return seen[0], gradients
-
-
-def compare(embedded, model, layers):
-    policy = replace(embedded, model=copy.deepcopy(model))
-    batch = collate(ROWS, 0)
-    weight = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(1))
-    expected, _ = completion_logprobs(policy, batch, 0.8)
-    (expected * weight).sum().backward()
-    logprobs, gradients = through(chain(model, layers), batch, weight)
-    assert torch.allclose(logprobs, expected.detach(), atol=1e-6)
-    mine = {name: p.grad for name, p in policy.model.named_parameters() if p.requires_grad}
-    assert mine.keys() == gradients.keys()
-    for name, gradient in mine.items():
-        assert torch.allclose(
-            gradients[name], gradient, atol=1e-5 * max(1.0, float(gradient.abs().max()))
-        ), name
-
-
-@pytest.fixture(params=["as it fits", "one by one", "in pieces"])
-def memory(request, monkeypatch):
-    """Memory for everything; not for layers' activations; not for logits."""
-    monkeypatch.setattr(
-        "swarmnode.stages.trainer.stage_model.needs_checkpointing",
-        lambda *given: request.param == "one by one",
-    )
-    monkeypatch.setattr(
-        "swarmnode.stages.trainer.stage_model.logits_tokens",
-        lambda *given: 2 if request.param == "in pieces" else 10**6,
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_the_whole_models(models, embedded, kind, memory):
-    for layers in SPLITS:
-        compare(embedded, models[kind], layers)
-
-
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
-def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind, memory):
-    torch.manual_seed(9)
-    settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(copy.deepcopy(models[kind]), settings).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at the start, which would hide lora_A's gradient
-                parameter.normal_(0, 0.1)
-    compare(embedded, model, [1, 2, 1])
-    # frozen: nothing to sum
-    assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))
 
 
 def test_logits_of_a_long_answer_are_computed_in_pieces(models, monkeypatch):
@@ -160,7 +84,12 @@ def test_each_stage_counts_each_token_once(models, layers):
     batch = collate(ROWS, 0, torch.device("cpu"))
     # two prompts once, and each completion without its last token
     rows = 6 + 2 + (3 + 1 + 5 + 2) - 4
-    through(stages, batch, torch.ones(batch.completion_ids.shape))
+    inputs = [None]
+    for stage in stages[:-1]:
+        inputs.append(stage.forward(batch, inputs[-1]))
+    x = stages[-1].learn(batch, inputs.pop(), 1.0, lambda logprobs, entropy: logprobs.sum())
+    for stage, x_in in zip(reversed(stages[:-1]), reversed(inputs), strict=True):
+        x = stage.backward(batch, x_in, x)
     assert [stage.tokens for stage in stages] == [rows] * len(stages)
     x = None
     for stage in stages:
@@ -173,14 +102,6 @@ def test_each_stage_counts_each_token_once(models, layers):
     for stage in stages:
         x = stage.decode(7, [0, 1], x)
     assert [stage.tokens for stage in stages] == [rows + 5 + 2] * len(stages)
-
-
-def test_packing_goes_there_and_back():
-    batch = collate(ROWS, 0)
-    where = make_packing(batch)
-    # each prompt once, each completion without its last token
-    rows = torch.randn(6 + 2 + (2 + 0 + 4 + 1), 5)
-    assert torch.equal(where.pack(*where.unpack(rows)), rows)
 
 
 def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
@@ -203,3 +124,9 @@ def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Unavailable):
         load_stage(tmp_path, alone)
+
+
+@pytest.mark.parametrize("layers", [[4, 0], [2, 3]])
+def test_layers_that_are_not_the_models_are_refused(models, layers):
+    with pytest.raises(ConfigError, match="layers"):
+        stage_specs(models["llama"].config, layers)

@@ -13,18 +13,13 @@ from swarmnode.stages.trainer.schedule_1f1b import Schedule
 def simulate(
     stages: int,
     micro_batches: int,
-    forward: float = 1.0,
-    backward: float = 2.0,
     rng: random.Random | None = None,
-    line: tuple[float, float] = (0.0, 0.0),
-    late: float = 0.0,
 ):
     """Event by event: when all backwards are done, the most inputs each stage kept, and each
-    stage's order of work. line: seconds that a stage's line takes for activations and for a
-    gradient, one after the other; they arrive `late` after that."""
+    stage's order of work."""
     schedules = [Schedule(i, stages) for i in range(stages)]
     limits = ["limited"] * (stages - 1) + ["last"]
-    busy, peak, free = [False] * stages, [0] * stages, [0.0] * stages
+    busy, peak = [False] * stages, [0] * stages
     orders: list[list] = [[] for _ in range(stages)]
     events: list = []
     for m in range(micro_batches):
@@ -39,30 +34,19 @@ def simulate(
         busy[i] = True
         orders[i].append(work)
         peak[i] = max(peak[i], len(schedules[i].in_flight) + (work[0] != "forward"))
-        seconds = {"forward": forward, "backward": backward, "learn": forward + backward}[
-            work[0]
-        ] * (rng.uniform(0.5, 2) if rng else 1)
+        seconds = {"forward": 1.0, "backward": 2.0, "learn": 3.0}[work[0]]
+        seconds *= rng.uniform(0.5, 2) if rng else 1
         count += 1
         heapq.heappush(events, (now + seconds, count, i, work))
 
     start(0)
     while events:
         now, _, i, (kind, m) = heapq.heappop(events)
-        if kind == "arrived":
-            forwards, m = m
-            assert (
-                schedules[i].forward_arrived(m, limits[i])
-                if forwards
-                else schedules[i].backward_arrived(m)
-            )
-        else:
-            busy[i] = False
-            if (to := i + 1 if kind == "forward" else i - 1) >= 0:
-                free[i] = max(now, free[i]) + line[kind != "forward"]
-                count += 1
-                heapq.heappush(
-                    events, (free[i] + late, count, to, ("arrived", (kind == "forward", m)))
-                )
+        busy[i] = False
+        if kind == "forward":
+            assert schedules[i + 1].forward_arrived(m, limits[i + 1])
+        elif i > 0:
+            assert schedules[i - 1].backward_arrived(m)
         for j in range(stages):
             start(j)
     return now, peak, orders

@@ -41,6 +41,7 @@ from swarmnode.policy.logprobs import Batch, collate
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.policy.ways import Row
 from swarmnode.stages.specs import StagePart, StageSpec, stage_specs
+from swarmnode.stages.trainer import stage_model
 from swarmnode.stages.trainer.stage_model import (
     SPLIT_TYPES,
     Prompts,
@@ -253,8 +254,8 @@ def compare(whole: PreTrainedModel, layers: tuple[int, ...], swapped: bool = Fal
 
     Args:
         layers: Number of layers of each stage.
-        swapped: True to run embedding and head alone, as in a swapped run, and to checkpoint
-            layers.
+        swapped: True to run embedding and head alone, as in a swapped run, to checkpoint layers,
+            and to compute logits of two tokens at a time.
 
     Raises:
         Different: A result differs.
@@ -335,7 +336,10 @@ def training(
         return (logprobs * weight).sum()
 
     (stage, part), x = hops.pop(), inputs.pop()
-    gradient = stage.learn(batch, x, temperature, loss, part)
+    with pytest.MonkeyPatch.context() as patch:
+        if swapped:
+            patch.setattr(stage_model, "logits_tokens", lambda *given: 2)
+        gradient = stage.learn(batch, x, temperature, loss, part)
     yield "log-probabilities", have, want.detach()
     for (stage, part), x in zip(reversed(hops), reversed(inputs), strict=True):
         assert gradient is not None
