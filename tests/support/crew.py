@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import trio
 from trio.testing import memory_stream_pair
@@ -42,9 +42,7 @@ async def open_crew(
     limits: FrameLimits,
     *,
     crew: bytes = b"\0" * CREW_BYTES,
-    compute: Any = run_inline,
     step: int = 0,
-    far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:
     """Open all stages in this process over memory streams. The streams close on exit.
 
@@ -52,21 +50,18 @@ async def open_crew(
 
     Args:
         step: Committed steps at the start.
-        far: Peer behind each stream end.
     """
     count = len(runtimes)
     streams: dict[tuple[int, int], trio.abc.Stream] = {}
     for i in range(count):
         for j in range(i):
-            streams[i, j], streams[j, i] = map(far, memory_stream_pair())
+            streams[i, j], streams[j, i] = memory_stream_pair()
     members: list[StageWorker] = []
     for i, runtime in enumerate(runtimes):
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
         fence = Fence(Place(crew, i, step), count)
-        if i == 0:
-            members.append(Head(runtime, links, fence, settings, compute))
-        else:
-            members.append(StageWorker(runtime, links, fence, settings, compute))
+        kind = StageWorker if i else Head
+        members.append(kind(runtime, links, fence, settings, run_inline))
     async with trio.open_nursery() as nursery:
         for member in members:
             nursery.start_soon(member.run)

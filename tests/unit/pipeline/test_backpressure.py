@@ -1,6 +1,5 @@
 """A slow neighbour costs time and bounded memory, without loss or deadlock."""
 
-import copy
 import random
 from dataclasses import replace
 
@@ -21,36 +20,20 @@ from swarmnode.stages.stage_frames import (
 from swarmnode.stages.trainer import links as links_module
 from swarmnode.stages.trainer.head import SCORES_PER_STAGE
 from swarmnode.stages.trainer.links import Links
-from swarmnode.stages.trainer.pipeline import MAX_PENDING, StageWorker, WorkerSettings
-from swarmnode.stages.trainer.stage_batches import LearnRow, describe, describe_loss, encode
-from swarmnode.stages.trainer.stage_model import StageRuntime
+from swarmnode.stages.trainer.pipeline import MAX_PENDING, StageWorker
+from swarmnode.stages.trainer.stage_batches import describe, describe_loss, encode
 from swarmnode.wire import headed, strict
-from tests.support.crew import open_crew, run_inline
-from tests.support.lost_stages import quiet
-from tests.support.split_models import split_model, whole_state
+from tests.support.crew import run_inline
+from tests.support.crew_rows import EXACT, crew_of
+from tests.support.lost_stages import quiet, rows_of
+from tests.support.split_models import whole_state
 
-EXACT = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
-LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
+TOKENS = 24
+LIMITS = FrameLimits(hidden=32, vocab=61, tokens=TOKENS)
 PLACE = Place(b"c" * 16, 0, 0)
-FRAME = 24 * 32 * 4 + 2048
+FRAME = TOKENS * 32 * 4 + 2048
 """Bytes of the largest frame here, with its header and description."""
-
-
-def rows_of(count=14):
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [
-        LearnRow(draw(10 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
-        for i in range(count)
-    ]
-
-
-def crew_of(model, layers, settings=EXACT, **keys):
-    runtimes = [
-        StageRuntime(spec, stage) for spec, stage in split_model(copy.deepcopy(model), layers)
-    ]
-    return open_crew(runtimes, settings, LIMITS, **keys)
 
 
 class Narrow:
@@ -87,7 +70,7 @@ def narrow(monkeypatch):
 
 async def everything(crew):
     """Two steps, scores and completions → (weights, scores, tokens)."""
-    rows = rows_of()
+    rows = rows_of(3, 14)
     for _ in range(2):
         assert (await crew.head.update(rows, CFG, 30.0, 1e-5)).refused is None
     scores = await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
@@ -111,10 +94,10 @@ async def everything(crew):
 )
 async def test_full_links_change_no_result_and_bound_memory(models, narrow, layers, kind, swapped):
     settings = replace(EXACT, swapped=swapped)
-    async with crew_of(models[kind], layers, settings) as crew:
+    async with crew_of(models[kind], layers, settings, TOKENS) as crew:
         expected = await everything(crew)
     slow = narrow()
-    async with crew_of(models[kind], layers, settings) as crew:
+    async with crew_of(models[kind], layers, settings, TOKENS) as crew:
         with trio.fail_after(120):
             weights, scores, tokens = await everything(crew)
         await quiet()
@@ -138,7 +121,7 @@ async def test_full_links_change_no_result_and_bound_memory(models, narrow, laye
 
 def forward(number, purpose="learn", place=PLACE):
     """(frame, body) of one micro-batch as stage 0 sends it."""
-    rows = rows_of(1)
+    rows = rows_of(3, 1)
     work = describe(
         [(rows[0].prompt_ids, rows[0].completion_ids)],
         1.0,
@@ -200,7 +183,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
 async def test_few_micro_batches_are_scored_at_a_time(models):
     waits, free = [], trio.Event()
 
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+    async with crew_of(models["llama"], [1, 2, 1], tokens=TOKENS) as crew:
 
         async def slow(work):
             waits.append(1)
@@ -213,7 +196,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
         async def score():
             got.extend(
                 await crew.head.score(
-                    [(row.prompt_ids, row.completion_ids) for row in rows_of(30)], 1.0
+                    [(row.prompt_ids, row.completion_ids) for row in rows_of(3, 30)], 1.0
                 )
             )
 
@@ -224,7 +207,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             assert crew.members[0].runtime.work_count == SCORES_PER_STAGE * 3
             free.set()
     assert [len(logprobs) for logprobs, _ in got] == [
-        len(row.completion_ids) for row in rows_of(30)
+        len(row.completion_ids) for row in rows_of(3, 30)
     ]
 
 
@@ -232,7 +215,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 async def test_too_many_micro_batches_are_a_fault_of_the_sender(
     models, monkeypatch, proposed_first
 ):
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+    async with crew_of(models["llama"], [1, 2, 1], tokens=TOKENS) as crew:
         member, head = crew.members[1], crew.head
         monkeypatch.setattr(member.micro_batches.schedule, "_max_in_flight", 0)
         numbers = tuple(range(MAX_PENDING + 1))
@@ -251,7 +234,7 @@ async def test_too_many_micro_batches_are_a_fault_of_the_sender(
 
 
 async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch):
-    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+    async with crew_of(models["llama"], [1, 2, 1], tokens=TOKENS) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(MAX_PENDING):

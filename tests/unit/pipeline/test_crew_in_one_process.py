@@ -121,8 +121,8 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
         assert all(not member.runtime.caches for member in crew.members)
 
 
-async def sampled(model, layers, settings=EXACT, **keys):
-    async with crew_of(model, layers, settings, **keys) as crew:
+async def sampled(model, layers):
+    async with crew_of(model, layers) as crew:
         return await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
 
 

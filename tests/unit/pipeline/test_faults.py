@@ -32,7 +32,7 @@ from swarmnode.stages.trainer import head, links
 from swarmnode.stages.trainer.head import CALL_SECONDS, MAX_REFUSALS, Wave, WorkRefused
 from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
-from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo
+from tests.support.crew_rows import ENDS, HEADS, crew_of, fails, grpo
 from tests.support.lost_stages import quiet
 
 CFG = TrainingConfig()
@@ -56,10 +56,10 @@ async def sample(head, rows):
 
 
 @contextlib.asynccontextmanager
-async def four(models, policy, kind="llama", layers=(1, 1, 1, 1), settings=EXACT, **keys):
+async def four(models, policy, kind="llama"):
     """A crew of four and rows to learn from; no weight has moved in the end."""
     _, rows = grpo(policy(kind))
-    async with crew_of(models[kind], list(layers), settings, **keys) as crew:
+    async with crew_of(models[kind], [1, 1, 1, 1]) as crew:
         start = weights(crew)
         yield crew, rows
         await quiet()

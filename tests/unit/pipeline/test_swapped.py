@@ -2,145 +2,98 @@
 (CheckFree+)."""
 
 import copy
+import itertools
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
-from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
-from swarmnode.policy.micro import micro_batches
-from swarmnode.rl.corrections import importance_weights
-from swarmnode.rl.objectives import Objective, policy_loss
+from swarmnode.policy.logprobs import WAYS
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
+from swarmnode.rollouts.trainer.batch import Rows
 from swarmnode.stages.specs import backward_hop, forward_hop, swapped_route
-from swarmnode.stages.stage_frames import FrameLimits
+from swarmnode.stages.trainer import head
 from swarmnode.stages.trainer.pipeline import WorkerSettings
-from swarmnode.stages.trainer.stage_model import StageRuntime
-from tests.support.crew import open_crew
+from swarmnode.trainer import update
+from tests.support.crew_rows import crew_of
 from tests.support.lost_stages import rows_of
-from tests.support.split_models import split_model, whole_state
+from tests.support.split_models import whole_state
+from tests.support.stage_models import build
 
 SETTINGS = WorkerSettings("float32", swapped=True)
-CFG = TrainingConfig(per_device_train_tokens=64)
+CFG = TrainingConfig(per_device_train_tokens=64, learning_rate=1e-3)
 
 
 @pytest.fixture(autouse=True)
 def _unclipped(monkeypatch):
-    monkeypatch.setattr("swarmnode.stages.trainer.head.MAX_GRAD_NORM", 1e9)
+    for module in (head, update):
+        monkeypatch.setattr(module, "MAX_GRAD_NORM", 1e9)
 
 
-def crew_of(model, layers, settings=SETTINGS):
-    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
-    return open_crew(runtimes, settings, FrameLimits(hidden=32, vocab=61, tokens=4096))
+def unsplit_updater(policy, order, monkeypatch):
+    """The whole model's updater, with `layers` in another order for every other micro-batch."""
+    layers, turns = list(policy.model.model.layers), itertools.count()
+    real = update.completion_logprobs
 
+    def swapping(policy, batch, temperature):
+        some = layers if next(turns) % 2 else [layers[i] for i in order]
+        policy.model.model.layers = torch.nn.ModuleList(some)
+        try:
+            return real(policy, batch, temperature)
+        finally:
+            policy.model.model.layers = torch.nn.ModuleList(layers)
 
-class Unsplit:
-    """The whole model's trainer, with `layers` in another order for every other micro-batch."""
-
-    def __init__(self, model, order):
-        self.model = copy.deepcopy(model)
-        self.order, self.turn = order, 0
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.0)
-
-    def step(self, rows, normalizer, rate):
-        plain = list(self.model.model.layers)
-        for piece in micro_batches(
-            [len(r.prompt_ids) + len(r.completion_ids) for r in rows], 64, [r.group for r in rows]
-        ):
-            self.turn += 1
-            self.model.model.layers = torch.nn.ModuleList(
-                [plain[i] for i in self.order] if self.turn % 2 else plain
-            )
-            part = [rows[i] for i in piece]
-            batch = collate([(r.prompt_ids, r.completion_ids) for r in part], 0)
-
-            def logits(view, input_ids, attention_mask, position_ids, keep=0, cache=None):
-                inputs = {
-                    "input_ids": input_ids,
-                    "attention_mask": attention_mask,
-                    "position_ids": position_ids,
-                }
-                return self.model(
-                    **inputs,
-                    past_key_values=cache,
-                    use_cache=cache is not None,
-                    logits_to_keep=keep,
-                ).logits
-
-            view = type(
-                "P",
-                (),
-                {
-                    "model": self.model,
-                    "base": self.model,
-                    "logits": logits,
-                    "dtype": torch.float32,
-                    "lora_rank": 0,
-                    "obstacles": dict.fromkeys(WAYS, ""),
-                    "accelerator": SimpleNamespace(scaler=None),
-                },
-            )()
-            logprobs, _ = completion_logprobs(view, batch, 1.0)
-            mask = batch.completion_mask
-            sampler = torch.full_like(logprobs, -3.0)
-            loss = policy_loss(
-                logprobs,
-                torch.tensor([r.advantage for r in part]),
-                mask,
-                Objective.of(CFG),
-                normalizer,
-                weights=importance_weights(logprobs, sampler, mask),
-            )
-            loss.backward()
-        self.model.model.layers = torch.nn.ModuleList(plain)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    monkeypatch.setattr(update, "completion_logprobs", swapping)
+    return update.Updater(policy, CFG, MicroBatcher(64))
 
 
 @pytest.mark.parametrize(
     ("layers", "order"), [([1, 1, 1, 1], (1, 0, 3, 2)), ([1, 2, 1, 1, 1, 1], (1, 2, 0, 3, 4, 6, 5))]
 )  # the order of layers that `swapped_order` of stages makes
-async def test_swapped_steps_equal_those_of_the_swapped_whole_model(models, layers, order):
-    model = copy.deepcopy(models["llama"])
-    if len(order) > 4:
-        torch.manual_seed(5)
-        config = copy.deepcopy(model.config)
-        config.num_hidden_layers = len(order)
-        model = type(model)(config).eval()
-    rows = rows_of(2, 21)
-    unsplit = Unsplit(model, order)
-    async with crew_of(model, layers) as crew:
+async def test_swapped_steps_equal_those_of_the_swapped_whole_model(
+    embedded, layers, order, monkeypatch
+):
+    model = build("llama", len(order))
+    start = copy.deepcopy(model.state_dict())
+    whole = replace(embedded, model=copy.deepcopy(model), obstacles=dict.fromkeys(WAYS, ""))
+    rows = [row for row in rows_of(2, 30) if row.advantage]
+    assembled = Rows(
+        [Row(row.prompt_ids, row.completion_ids) for row in rows],
+        [row.sampler_logprobs for row in rows],
+        torch.tensor([row.advantage for row in rows]),
+        torch.ones(len(rows)),
+        [row.group for row in rows],
+        [False] * len(rows),
+    )
+    updater = unsplit_updater(whole, order, monkeypatch)
+    tokens = float(sum(len(row.completion_ids) for row in rows))
+    async with crew_of(model, layers, SETTINGS) as crew:
         for _ in range(2):
-            result = await crew.head.update(rows, CFG, 30.0, 1e-3)
+            result = await crew.head.update(rows, CFG, tokens, CFG.learning_rate)
             assert result.refused is None
-            unsplit.step(rows, 30.0, 1e-3)
+            assert updater.update(assembled).stepped
         mine = {
             name: t
             for m in crew.members
             for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
         }
-        moved = {
-            name: float((t - models["llama"].state_dict()[name]).abs().max())
-            for name, t in mine.items()
-            if len(order) == 4
-        }
-        assert all(value > 1e-4 for value in moved.values())
-        for name, tensor in unsplit.model.state_dict().items():
+        assert all(float((t - start[name]).abs().max()) > 1e-4 for name, t in mine.items())
+        expected = whole.model.state_dict()
+        for name, tensor in expected.items():
             assert torch.allclose(mine[name], tensor, atol=2e-4), name
-        assert sum(
-            float((mine[n] - t).abs().mean()) for n, t in unsplit.model.state_dict().items()
-        ) < 1e-4 * len(mine)
+        off = sum(float((mine[name] - tensor).abs().mean()) for name, tensor in expected.items())
+        assert off < 1e-4 * len(mine)
         assert all(not m.micro_batches.schedule.in_flight for m in crew.members)
 
 
 async def test_generation_and_scores_use_the_plain_order(models):
     async with (
-        crew_of(models["llama"], [1, 1, 1, 1]) as swapping,
-        crew_of(models["llama"], [4], WorkerSettings("float32")) as one,
+        crew_of(models["llama"], [1, 1, 1, 1], SETTINGS) as swapping,
+        crew_of(models["llama"], [4]) as one,
     ):
         prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
         waves = [
@@ -161,7 +114,7 @@ async def test_generation_and_scores_use_the_plain_order(models):
 
 async def test_too_few_stages_cannot_be_swapped(models):
     with pytest.raises(Refused, match="four"):
-        async with crew_of(models["llama"], [2, 1, 1]):
+        async with crew_of(models["llama"], [2, 1, 1], SETTINGS):
             pass
 
 

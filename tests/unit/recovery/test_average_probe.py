@@ -13,22 +13,11 @@ from swarmnode.stages.trainer import stage_averaging
 from swarmnode.stages.trainer.local_stage import run_one
 from swarmnode.stages.trainer.pipeline import WorkerSettings
 from swarmnode.stages.trainer.stage_averaging import AverageProbe, _with_tensors
-from swarmnode.stages.trainer.stage_batches import LearnRow
 from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings, read_work, trained
-from tests.support.lost_stages import Fleet, quiet
+from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
-
-
-def rows_of(seed, count=24):
-    """Every third is better than its group: 8 of 24."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [
-        LearnRow(draw(4 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
-        for i in range(count)
-    ]
 
 
 @pytest.fixture
@@ -93,7 +82,7 @@ def whole_loss(fleet, seed):
         },
         strict=False,
     )
-    rows = [(r.prompt_ids, r.completion_ids) for r in rows_of(seed) if r.advantage > 0]
+    rows = [(r.prompt_ids, r.completion_ids) for r in rows_of(seed, 24) if r.advantage > 0]
     total = count = 0
     for prompt, completion in rows:
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[
