@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from swarmnode.doctor.checks import DialBackFacts
-from tests.support.nat_process import NatHost
+from tests.support.nat_host import NatHost
 from tests.support.netns import Topology, missing
 from tests.support.waiting import wait_for
 

@@ -8,8 +8,8 @@ import pytest
 from swarmnode.config import Config
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.manifest import swarm_id
+from tests.support.nat_host import NatHost
 from tests.support.nat_machine import Machine, tails
-from tests.support.nat_process import NatHost
 from tests.support.netns import Topology, missing
 from tests.support.waiting import wait_for
 

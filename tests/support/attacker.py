@@ -20,13 +20,13 @@ from collections.abc import AsyncIterator
 
 import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
 from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
+from libp2p.security.secure_session import SecureSession
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
@@ -128,11 +128,9 @@ class Peer:
     """The test's end of one Yamux connection. generous: grant credit for received data; otherwise
     the reader appears paused."""
 
-    def __init__(self, session, keys: KeyPair) -> None:
-        self.session, self.keys = session, keys
-        self.id = ID.from_pubkey(keys.public_key)
+    def __init__(self, session) -> None:
+        self.session = session
         self.streams: dict[int, Stream] = {}
-        self.inbound: list[Stream] = []
         self.lost = trio.Event()
         self.generous = True
         self.window_updates = 0
@@ -195,8 +193,7 @@ class Peer:
         if kind not in (DATA, WINDOW_UPDATE):
             return
         if flags & SYN:
-            stream = self.streams[stream_id] = Stream(self, stream_id)
-            self.inbound.append(stream)
+            self.streams[stream_id] = Stream(self, stream_id)
             await self.frame(WINDOW_UPDATE, stream_id, flags=ACK)
         stream = self.streams.get(stream_id)
         if stream is None:
@@ -216,14 +213,6 @@ def endpoint(address: str) -> tuple[str, int]:
     """Return host and port of `/ip4/…/tcp/…`."""
     parts = address.split("/")
     return parts[2], int(parts[4])
-
-
-async def accept(stream: Stream) -> str:
-    """Answer the negotiation of a stream that the host opened. Return the protocol."""
-    for text in ("/multistream/1.0.0", None):
-        wanted = await _read_line(stream.receive)
-        await stream.send(line(text or wanted))
-    return wanted
 
 
 @contextlib.asynccontextmanager
@@ -251,14 +240,14 @@ async def agreed(
 
 
 @contextlib.asynccontextmanager
-async def secured(address: str, *, source: str | None = None) -> AsyncIterator[tuple]:
-    """Open a connection with TCP and Noise only. Yield (session, keys)."""
+async def secured(address: str, *, source: str | None = None) -> AsyncIterator[SecureSession]:
+    """Open a connection with TCP and Noise only."""
     async with agreed(address, "/noise", source=source) as raw:
         keys = create_new_key_pair(os.urandom(32))
         pattern = PatternXX(
             ID.from_pubkey(keys.public_key), keys.private_key, create_noise_key().private_key
         )
-        yield await pattern.handshake_outbound(raw, None), keys
+        yield await pattern.handshake_outbound(raw, None)
 
 
 @contextlib.asynccontextmanager
@@ -269,9 +258,9 @@ async def connect(
     a goodbye."""
     async with contextlib.AsyncExitStack() as stack:
         with trio.fail_after(seconds):
-            session, keys = await stack.enter_async_context(secured(address, source=source))
+            session = await stack.enter_async_context(secured(address, source=source))
             await select(session.read, session.write, "/yamux/1.0.0")
-        peer = Peer(session, keys)
+        peer = Peer(session)
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         nursery.start_soon(_pump, peer)

@@ -65,16 +65,10 @@ class Cable:
     def repair(self) -> None:
         self.weather = Weather()
 
-    def garble(self) -> int:
-        """Flip one bit in each connection. Return the number of connections."""
-        pairs = list(self._pairs)
-        for pair in pairs:
+    def garble(self) -> None:
+        """Flip one bit in each connection."""
+        for pair in list(self._pairs):
             pair.garbled = True
-        return len(pairs)
-
-    @property
-    def connections(self) -> int:
-        return len(self._pairs)
 
     def _run(self) -> None:
         with self._listener:

@@ -10,7 +10,8 @@ import multiprocessing
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
-        *(f"tests.support.{name}_child" for name in ("host", "nat", "replica")),
+        "tests.support.host_child",
+        "tests.support.nat_host",
         "tests.support.forked_node",
         "swarmnode.daemon.node",
         "swarmnode.trainer.__main__",

@@ -3,7 +3,6 @@
 
 options   guarded: bool · port: int · seed: int of the key
           sweep: seconds between sweeps of dead streams
-          negotiation: limit in seconds for opening a stream
           limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
 hello     a pipe that receives {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…",
           "control": <port>} when the host listens
@@ -42,7 +41,6 @@ class Node:
 
     def __init__(self, options: dict, hello: Connection) -> None:
         self.hello = hello
-        self.options = options
         self.guarded: bool = options["guarded"]
         yamux._STALE_STREAM_SWEEP_INTERVAL = options.get("sweep", 30.0)
         seed = options.get("seed")
@@ -61,17 +59,10 @@ class Node:
 
     def build(self, keys):
         """Return a host as py-libp2p builds it, or as swarmnode builds it."""
-        seconds = (
-            {"outbound_stream_protocol_negotiation_timeout": self.options["negotiation"]}
-            if "negotiation" in self.options
-            else {}
-        )
         if not self.guarded:
-            return new_host(
-                key_pair=keys, connection_config=ConnectionConfig(**seconds) if seconds else None
-            )
+            return new_host(key_pair=keys)
         config = ConnectionConfig(
-            max_connections=250, high_watermark=250, low_watermark=0, min_connections=0, **seconds
+            max_connections=250, high_watermark=250, low_watermark=0, min_connections=0
         )
         return guards.guard_host(
             new_host(
@@ -260,14 +251,10 @@ class Node:
         self.streams.append(await self._stream(address, peer, protocol))
         return {}
 
-    async def write_kept(self, size: int, cancel_after: float) -> dict:
-        """Write on the last kept stream and cancel the write after a time. Return whether it was
-        cancelled."""
-        with trio.move_on_after(cancel_after) as scope:
-            await self.streams[-1].write(bytes(size))
-        with trio.move_on_after(1):
-            await self.streams[-1].reset()
-        return {"cancelled": scope.cancelled_caught}
+    async def write_kept(self, size: int) -> dict:
+        """Write on the last kept stream."""
+        await self.streams[-1].write(bytes(size))
+        return {}
 
     async def write_paused(
         self, address: str, peer: str, size: int, protocol: str = "pause"
@@ -275,14 +262,6 @@ class Node:
         stream = await self._stream(address, peer, protocol)
         await stream.write(bytes(size))
         await stream.close()
-        return {}
-
-    async def ask(self, address: str, peer: str, protocol: str, times: int) -> dict:
-        """Open a stream, send one byte and close it, `times` times."""
-        for _ in range(times):
-            stream = await self._stream(address, peer, protocol)
-            await stream.write(b"x")
-            await stream.close()
         return {}
 
     # Main loop.

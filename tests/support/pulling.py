@@ -130,12 +130,6 @@ class PullSwarm:
         most = -(-count // 2) if per_peer is None else per_peer
         return self.exchanges[number].draw(Draw(1, count, version, most)).groups
 
-    async def step(self, number, count=6, version=0, seconds=30.0):
-        """Draw, and let the rest of the step pass."""
-        drawn = self.draw(number, count, version)
-        await trio.sleep(seconds)
-        return drawn
-
     def outcomes(self, number):
         return self.exchanges[number].admission.statistics().outcomes
 
@@ -188,21 +182,18 @@ class Holder:
 
     Attributes:
         answers: Content id → envelope to serve.
-        fetched: Requested content ids.
-        polled_at: Times of the polls.
 
     Args:
         patient: Hold a poll without news open, as honest holders do.
-        network, author: An existing network and an Author with its key, instead of `medium`.
     """
 
-    def __init__(self, medium, seed=77, *, patient=True, network=None, author=None):
+    def __init__(self, medium, seed=77, *, patient=True, author=None):
         self.author = author or Author(SWARM, seed=seed)
         self.peer = self.author.peer
-        self.network = network or medium.join(self.peer)
+        self.network = medium.join(self.peer)
         self.patient = patient
         self.life, self.position = LIFE, 0
-        self.listed, self.answers, self.fetched, self.polled_at = [], {}, [], []
+        self.listed, self.answers = [], {}
         self._news = trio.Event()
         self.serve_listing(self.list)
         self.serve_groups(self.give)
@@ -219,13 +210,10 @@ class Holder:
             ids.GROUPS_PROTOCOL, handler, max_request_bytes=560, max_response_bytes=2**22
         )
 
-    async def add(self, sequence, by=None, **claims):
-        """List a good group of an Author, by default its own, with `claims` in place of the true
-        ones. Return the envelope."""
-        by = by or self.author
-        frame = by.frame(by.group(sequence, clock()))
+    async def add(self, sequence, **claims):
+        """List a good group of its own, with `claims` in place of the true ones."""
+        frame = self.author.frame(self.author.group(sequence, clock()))
         await self.add_frame(frame, **claims)
-        return frame
 
     async def add_frame(self, frame, rewards=None, **claims):
         """List a signed group, with `claims` in place of the true ones. rewards: (G,), where no
@@ -257,7 +245,6 @@ class Holder:
     async def list(self, peer, data):
         """Answer a poll."""
         request = codec.decode(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
-        self.polled_at.append(trio.current_time())
         since = request.position if request.life == self.life else 0
         if self.patient and since >= self.position:
             with trio.move_on_after(request.patience):
@@ -269,7 +256,6 @@ class Holder:
     async def give(self, peer, data):
         """Answer a fetch."""
         contents = codec.decode(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
-        self.fetched += contents
         bodies = [self.answers.get(content) for content in contents]
         return codec.encode(
             GroupsResponse(

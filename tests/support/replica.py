@@ -153,7 +153,6 @@ class Node(TrainerHalf):
         self.judge = Judge(model)
         self.hold: set[type] = set()
         self.to_trainer: list[local.ToTrainer] = []
-        self.from_trainer: list[local.FromTrainer] = []
         self.service = WeightService(
             network,
             SWARM,
@@ -185,9 +184,6 @@ class Node(TrainerHalf):
             local.OuterStepDue(fragment, outer_step, self.counters.step, step_seconds, blocks)
         )
 
-    def fingerprint(self) -> bytes:
-        return self.replica.facts(self.fresh).fingerprint(SWARM, BASE, TOKENIZER)
-
     def blocks(self) -> bytes:
         return self.replica.facts(self.fresh).blocks()
 
@@ -204,12 +200,8 @@ class Node(TrainerHalf):
         return True
 
     def _send(self, message: local.FromTrainer) -> None:
-        def receive() -> None:
-            self.from_trainer.append(message)
-            self.service.receive(message)
-
         with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(receive)
+            self._token.run_sync_soon(self.service.receive, message)
 
     async def run(self) -> None:
         while True:

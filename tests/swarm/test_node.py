@@ -174,22 +174,3 @@ def test_a_signal_ends_the_node_after_its_step(swarm):
     assert node.exit_code() == 0
     states = run_command(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
     assert json.loads(states.stdout)["states"][0]["step"] >= before
-
-
-def run_until_exit(tmp_path, *settings, seconds=240):
-    command = [sys.executable, "-m", "swarmnode", "run", "--data-dir", str(tmp_path / "data")]
-    for setting in ("network.mdns=false", "http.port=0", "policy.threads=1", *settings):
-        command += ["--set", setting]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-
-
-def test_unreachable_bootstrap_warns_and_the_node_trains(tmp_path):
-    dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
-    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5")
-    assert result.returncode == 0, result.stderr
-    warnings = [
-        line
-        for line in result.stderr.splitlines()
-        if '"warning"' in line and "127.0.0.1/tcp/9" in line
-    ]
-    assert len(warnings) == 1

@@ -1,5 +1,5 @@
-"""An in-memory network: an `api.Network` without streams, sockets, libp2p or delay (unless a
-latency is set).
+"""An in-memory network: the connections, requests and scores of an `api.Network`, without libp2p or
+delay (unless a latency is set).
 
     swarm = MemorySwarm()
     a, b, c = (swarm.join(peer) for peer in "abc")      # fully connected
@@ -13,17 +13,15 @@ BadMessage("oversize") or PeerError.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
-from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import RequestHandler
 from swarmnode.p2p.reputation import PeerScores
 from swarmnode.p2p.slots import Service
-from tests.support.fakes.bulk import RequestBulk
 
 
 class MemorySwarm:
@@ -41,25 +39,13 @@ class MemorySwarm:
         self._notify()
         return node
 
-    def leave(self, peer_id: str) -> None:
-        """Remove a node as if its process were killed."""
-        del self.nodes[peer_id]
-        self._notify()
-
     def cut(self, one: str, other: str) -> None:
         """Disconnect two nodes."""
         self._cut.add(frozenset((one, other)))
         self._notify()
 
-    def repair(self, one: str, other: str) -> None:
-        """Reconnect two nodes."""
-        self._cut.discard(frozenset((one, other)))
-        self._notify()
-
     def neighbours(self, peer_id: str) -> list[str]:
         """Return the ids of the connected peers of a node."""
-        if peer_id not in self.nodes:
-            return []
         return [
             other
             for other in self.nodes
@@ -72,16 +58,12 @@ class MemorySwarm:
 
 
 class MemoryNetwork(PeerScores):
-    """The network of one node: an `api.Network` without streams. pinned: peers of the last call of
-    `pin`."""
+    """The network of one node."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
         super().__init__()
         self.peer_id = peer_id
-        self.listen_addrs: list[str] = []
         self.requests = MemoryRequests(self, swarm)
-        self.bulk = RequestBulk(self.requests, self)
-        self.pinned: frozenset[str] = frozenset()
         self._swarm = swarm
 
     def connected(self) -> list[str]:
@@ -90,25 +72,8 @@ class MemoryNetwork(PeerScores):
     async def changed(self) -> None:
         await self._swarm.changed.wait()
 
-    async def dial(self, peer: str, address: str) -> None:
-        await trio.sleep(self._swarm.latency)
-        if peer not in self._swarm.nodes:
-            raise PeerError(f"no answer at {address}")
-        self._swarm.repair(self.peer_id, peer)
-
-    def pin(self, peers: Collection[str]) -> None:
-        self.pinned = frozenset(peers)
-
     def disconnect(self, peer: str) -> None:
-        """Disconnect a peer until the next dial."""
         self._swarm.cut(self.peer_id, peer)
-
-    def observed(self, peer: str) -> Address | None:
-        """Return None: there are no addresses in memory."""
-        return None
-
-    def last_received(self, peer: str) -> float | None:
-        return self.requests.last_received.get(peer) if peer in self.connected() else None
 
     def origin(self, peer: str) -> str | None:
         return None
@@ -144,8 +109,6 @@ class MemoryRequests(ServedProtocols):
         super().__init__(network.is_allowed)
         self._network = network
         self._swarm = swarm
-        self.last_received: dict[str, float] = {}
-        """Peer → time of its last request or answer."""
 
     async def request(
         self,
@@ -162,10 +125,8 @@ class MemoryRequests(ServedProtocols):
             if peer not in self._network.connected():
                 raise PeerError(f"{peer} is not connected")
             own, requests = self._network.peer_id, self._swarm.nodes[peer].requests
-            requests.last_received[own] = trio.current_time()
             response = await requests.answer(own, protocol, data)
             await trio.sleep(self._swarm.latency)
-            self.last_received[peer] = trio.current_time()
             if len(response) > max_response_bytes:
                 raise BadMessage(
                     "oversize", f"{len(response)} bytes announced, {max_response_bytes} allowed"

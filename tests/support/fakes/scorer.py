@@ -27,15 +27,11 @@ class InProcessScorer:
     Args:
         poison: A completion with this text fails its group, as a killed child would.
         seconds: Duration of a call.
-
-    Attributes:
-        calls: Number of calls.
     """
 
     def __init__(self, poison: str = "\N{SKULL}", seconds: float = 0.0) -> None:
         self.poison = poison
         self.seconds = seconds
-        self.calls = 0
         self._tasks: dict[tuple[str, int], Items] = {}
         self._episode_tasks: dict[str, EpisodeTask] = {}
         self._player = Player()
@@ -45,7 +41,6 @@ class InProcessScorer:
     ) -> list[Scored | ScoreError]:
         """Return a result for each of `items`, (question, completions). A failed item has its error
         as the result."""
-        self.calls += 1
         await trio.sleep(self.seconds)
         return [self._score(ref, texts) for ref, texts in items]
 

@@ -7,8 +7,6 @@ import pytest
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
-from swarmnode.p2p.api import Declined
-from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
 from tests.support.hosts import echo, hosts
@@ -16,7 +14,6 @@ from tests.support.waiting import until, wait_connected
 
 PROTOCOL = "/test/api/1"
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
-TRANSFER = bytes(range(32))
 
 
 @contextlib.asynccontextmanager
@@ -49,17 +46,6 @@ async def ask(
     return await network.requests.request(
         peer, protocol, data, deadline=deadline, max_response_bytes=limit
     )
-
-
-async def test_last_received_is_the_time_of_the_last_bytes(pair):
-    async with pair as (one, other):
-        other.requests.serve(PROTOCOL, echo, **LIMITS)
-        began = trio.current_time()
-        await trio.sleep(0.05)
-        await ask(one, other.peer_id)
-        for network, peer in ((one, other.peer_id), (other, one.peer_id)):
-            assert began + 0.04 < network.last_received(peer) <= trio.current_time()
-        assert one.last_received("12D3KooWNobody") is None
 
 
 async def test_every_request_failure_is_a_peer_error(pair):
@@ -103,37 +89,6 @@ async def test_concurrent_requests_are_limited(pair):
         await busy.wait()
         with pytest.raises(PeerError):
             await ask(one, other.peer_id)
-
-
-async def test_offer_is_fetched_by_its_audience_only(pair):
-    source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4096)
-    async with pair as (one, other):
-        with pytest.raises(Declined, match="unknown"):
-            await one.bulk.manifest(other.peer_id, TRANSFER)
-        other.bulk.offer(
-            TRANSFER, source, audience=["12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X"]
-        )
-        with pytest.raises(Declined, match="unknown"):
-            await one.bulk.manifest(other.peer_id, TRANSFER)
-        other.bulk.offer(TRANSFER, source, audience=[one.peer_id])
-        manifest = await one.bulk.manifest(other.peer_id, TRANSFER, root=source.root)
-        with pytest.raises(BadMessage):
-            await one.bulk.manifest(other.peer_id, TRANSFER, root=bytes(32))
-        sink = MemorySink(manifest, limit=1 << 20)
-        await one.bulk.fetch(
-            other.peer_id,
-            TRANSFER,
-            manifest,
-            sink,
-            deadline=one.bulk.deadline(other.peer_id, manifest.size),
-        )
-        assert sink.complete
-        assert bytes(sink.data) == bytes(range(256)) * 64
-        other.bulk.withdraw(TRANSFER)
-        with pytest.raises(Declined, match="unknown"):
-            await one.bulk.fetch(
-                other.peer_id, TRANSFER, manifest, MemorySink(manifest, limit=1 << 20), deadline=5
-            )
 
 
 async def test_rejected_peer_is_ignored_then_disconnected(pair):

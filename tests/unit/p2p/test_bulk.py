@@ -6,7 +6,8 @@ import tracemalloc
 import pytest
 import trio
 
-from swarmnode.errors import PeerError
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink
 from tests.support.hosts import hosts
 from tests.support.waiting import until
@@ -43,6 +44,23 @@ async def test_only_missing_chunks_are_sent(tmp_path):
         assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
         await fetch(client, server, sink)  # nothing is missing: no request
         assert client.bulk.statistics().fetched == {"ok": 1}
+
+
+async def test_offer_is_fetched_by_its_audience_only(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        for audience in ([], [server.peer_id], [client.peer_id]):
+            with pytest.raises(Declined, match="unknown"):
+                await client.bulk.manifest(server.peer_id, TRANSFER)
+            source, sink = offer(server, 8 * KIB, audience=audience)
+        manifest = await client.bulk.manifest(server.peer_id, TRANSFER, root=source.root)
+        assert manifest == sink.manifest
+        with pytest.raises(BadMessage):
+            await client.bulk.manifest(server.peer_id, TRANSFER, root=bytes(32))
+        await fetch(client, server, sink)
+        assert same(source, sink)
+        server.bulk.withdraw(TRANSFER)
+        with pytest.raises(Declined, match="unknown"):
+            await fetch(client, server, MemorySink(manifest, limit=MIB))
 
 
 async def test_cancelled_fetch_keeps_the_connection(tmp_path):

@@ -10,7 +10,7 @@ from tests.support.host_process import guarded, processes, stock
 
 
 async def mplex_name_that_is_not_text(address):
-    async with attacker.secured(address) as (session, _):
+    async with attacker.secured(address) as session:
         await attacker.select(session.read, session.write, "/mplex/6.7.0")
         name = b"\xff\xfe\xfd"
         await session.write(attacker.varint(1 << 3) + attacker.varint(len(name)) + name)
@@ -93,7 +93,7 @@ async def speaks(address, protocol):
     with trio.move_on_after(5):
         try:
             if protocol == "/mplex/6.7.0":
-                async with attacker.secured(address) as (session, _):
+                async with attacker.secured(address) as session:
                     await attacker.select(session.read, session.write, protocol)
             else:
                 async with attacker.agreed(address, protocol):

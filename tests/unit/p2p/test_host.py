@@ -7,12 +7,12 @@ import pytest
 import trio
 
 from swarmnode.errors import ConfigError, StateError, Unavailable
-from swarmnode.p2p import identity
+from swarmnode.p2p import identity, turnover
 from swarmnode.p2p.bulk import BulkSource
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
-from tests.support.hosts import host, hosts
+from tests.support.hosts import echo, host, hosts
 from tests.support.waiting import until, wait_connected
 
 
@@ -77,17 +77,6 @@ async def test_announced_addresses_replace_listen_addresses(tmp_path):
         assert network.listen_addrs == [f"/dns4/node.example.org/tcp/4001/p2p/{network.peer_id}"]
 
 
-async def test_node_runs_without_any_peer(tmp_path, caplog):
-    with socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # no listener
-        other = identity.load_or_create(tmp_path / "other.key").peer_id
-        address = f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{other}"
-        async with host(tmp_path, initial_peers=[address]) as network:
-            await until(lambda: network.statistics().peers.dial_failures >= 2)
-            assert network.connected() == []
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
-
-
 async def test_names_of_the_hosts_file_are_found(tmp_path):
     async with host(tmp_path / "a") as a:
         named = a.listen_addrs[0].replace("/ip4/127.0.0.1/", "/dns4/localhost/")
@@ -111,30 +100,33 @@ async def test_wrong_key_at_a_bootstrap_address_is_rejected(tmp_path):
             assert b.connected() == []
 
 
-async def test_connections_are_bounded(tmp_path):
-    async with host(tmp_path / "server", max_connections=2) as server:
-        async with trio.open_nursery() as nursery:
-            started = []
+async def test_full_bootstrap_peer_admits_new_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(turnover, "SETTLED_SECONDS", 0.5)
+    # The first host has room for half of the nodes.
+    async with hosts(tmp_path, 8, max_connections=4) as networks:
+        first, met = networks[0], {network.peer_id: set() for network in networks}
 
-            async def client(index: int) -> None:
-                async with host(
-                    tmp_path / str(index), initial_peers=server.listen_addrs
-                ) as network:
-                    started.append(network)
-                    await trio.sleep_forever()
+        def all_met_others():
+            assert len(first.connected()) <= 4
+            for network in networks:
+                met[network.peer_id] |= set(network.connected())
+            return all(others - {first.peer_id} for others in met.values())
 
-            for index in range(5):
-                nursery.start_soon(client, index)
-            await until(
-                lambda: (
-                    len(started) == 5
-                    and all(
-                        each.statistics().peers.dials >= 2 or each.connected() for each in started
-                    )
-                )
-            )
-            assert 1 <= len(server.connected()) <= 2
-            nursery.cancel_scope.cancel()
+        await until(all_met_others)
+        assert first.statistics().peers.dropped["full"] > 0
+
+
+async def test_last_received_is_the_time_of_the_last_bytes(tmp_path):
+    async with hosts(tmp_path, 2) as (one, other):
+        other.requests.serve("/test/1", echo, max_request_bytes=9, max_response_bytes=9)
+        began = trio.current_time()
+        await trio.sleep(0.05)
+        await one.requests.request(
+            other.peer_id, "/test/1", b"x", deadline=5.0, max_response_bytes=9
+        )
+        for network, peer in ((one, other.peer_id), (other, one.peer_id)):
+            assert began + 0.04 < network.last_received(peer) <= trio.current_time()
+        assert one.last_received("12D3KooWNobody") is None
 
 
 async def test_ban_during_handshake_closes_the_connection(tmp_path):

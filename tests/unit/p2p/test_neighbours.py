@@ -3,6 +3,7 @@ and the sessions of a key that two processes use."""
 
 import itertools
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +25,14 @@ from swarmnode.wire.envelope import (
     seal_session,
     seal_summary,
 )
-from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, Session
+from swarmnode.wire.messages import NeighboursRequest, NeighboursResponse, PeerAddresses, Session
 from tests.support.sim.network import NoNat
 from tests.unit.p2p.test_summaries import NOW, summary
 
-HERE = Address("ip4", "192.0.2.7", 9512)
+HERE, THERE = Address("ip4", "192.0.2.7", 9512), Address("ip4", "192.0.2.9", 9512)
 THIRD_KEY = Ed25519PrivateKey.from_private_bytes(b"\x07" * 32)
 THIRD_PEER = peer_id(THIRD_KEY.public_key().public_bytes_raw())
+RELAY, NOBODY = (peer_id(bytes([number]) * 32) for number in (8, 9))
 
 
 class Wire:
@@ -56,20 +58,34 @@ class Wire:
         return codec.decode(data, NeighboursResponse, limits.NEIGHBOURS_RESPONSE_BYTES)
 
 
-def make_node(
-    wire, connected=(), clock=lambda: NOW + trio.current_time(), allowed=lambda peer: True
-):
-    rng = random.Random(1)
-    table = PeerTable(PEER, 16, rng)
+class RelayNat(NoNat):
+    """Knows the address of the third peer, which is a relay."""
+
+    def address_of(self, relay):
+        return THERE if relay == THIRD_PEER else None
+
+
+def make_table(*connected):
+    table = PeerTable(PEER, 16, random.Random(1))
     for peer in connected:
         table.record_connected(peer, inbound=False, now=trio.current_time())
+    return table
+
+
+def make_node(
+    wire,
+    table=None,
+    clock=lambda: NOW + trio.current_time(),
+    allowed=lambda peer: True,
+):
+    rng = random.Random(1)
     connections = SimpleNamespace(vantage_address=lambda peer: HERE, observed=lambda peer: HERE)
     node = Neighbours(
         wire,
         Credentials(KEY, SWARM),
-        table,
+        table or make_table(),
         connections,
-        NoNat(HERE),
+        RelayNat(HERE),
         lambda: None,
         allowed,
         rng,
@@ -90,8 +106,11 @@ def request(key=OTHER_KEY, at=NOW, **changes):
     return NeighboursRequest(**{**fields, **changes})
 
 
-def response(*summaries, swarm=SWARM, sessions=(), successor=b""):
-    return codec.encode(NeighboursResponse(swarm, [], list(sessions), list(summaries), successor))
+def response(*summaries, swarm=SWARM, peers=(), sessions=(), successor=b""):
+    peers = [PeerAddresses(*each) for each in peers]
+    return codec.encode(
+        NeighboursResponse(swarm, peers, list(sessions), list(summaries), successor)
+    )
 
 
 # ---- when peers are asked
@@ -99,7 +118,7 @@ def response(*summaries, swarm=SWARM, sessions=(), successor=b""):
 
 async def test_a_new_peer_is_asked_often_and_then_in_rounds(autojump_clock):
     wire = Wire()
-    node = make_node(wire, [OTHER_PEER])
+    node = make_node(wire, make_table(OTHER_PEER))
     with trio.move_on_after(300):
         await node.run()
     gaps = [after - at for (_, at, _), (_, after, _) in itertools.pairwise(wire.asked)]
@@ -110,7 +129,7 @@ async def test_a_new_peer_is_asked_often_and_then_in_rounds(autojump_clock):
 
 async def test_the_peers_that_were_asked_longest_ago_come_first(autojump_clock):
     wire, peers = Wire(), [f"p{i}" for i in range(8)]
-    node = make_node(wire, peers)
+    node = make_node(wire, make_table(*peers))
     await trio.sleep(61)
     with trio.move_on_after(32):
         await node.run()
@@ -202,13 +221,58 @@ async def test_clocks_of_peers_are_compared_also_without_summaries():
 
 
 async def test_a_peer_of_another_swarm_receives_only_a_successor():
-    wire = Wire()
-    node = make_node(wire, clock=lambda: NOW)
+    wire, table = Wire(), make_table(OTHER_PEER, THIRD_PEER)
+    table.add_self_reported(THIRD_PEER, str(THERE), 0.0)
+    node = make_node(wire, table, clock=lambda: NOW)
+    member = await wire.answer(OTHER_PEER, request())
+    assert member.peers == [PeerAddresses(THIRD_PEER, [str(THERE)])]
     node.successor_of = {SWARM: b"", OTHER_SWARM: b"\x66" * 32}.__getitem__
     await wire.answer(THIRD_PEER, request(THIRD_KEY))
     answer = await wire.answer(OTHER_PEER, request(swarm=OTHER_SWARM))
     assert answer == NeighboursResponse(SWARM, [], [], [], b"\x66" * 32)
-    assert [row.peer for row in node.statistics().rows] == [THIRD_PEER]
+    assert [row.peer for row in node.statistics().rows] == [OTHER_PEER, THIRD_PEER]
+
+
+async def test_addresses_of_another_swarm_are_not_stored():
+    table, peers = make_table(OTHER_PEER), [(THIRD_PEER, [str(THERE)])]
+    for swarm, stored in ((OTHER_SWARM, False), (SWARM, True)):
+        node = make_node(Wire({OTHER_PEER: response(swarm=swarm, peers=peers)}), table)
+        await node.ask(OTHER_PEER)
+        assert node.reports.outcomes["other_swarm"] == (not stored)
+        assert (table.get(THIRD_PEER) is not None) == stored
+
+
+async def test_false_addresses_cost_few_dials():
+    """The hostile peer claims addresses of no node, of this node, out of reach, and names."""
+    unreachable = ["/dns4/localhost/tcp/22", "/ip4/0.0.0.0/tcp/22", "/ip4/169.254.169.254/tcp/80"]
+    lies = [
+        (PEER, [str(THERE)]),
+        ("12D3KooWnonsense", [str(THERE)]),
+        (OTHER_PEER, [*unreachable, "x"]),
+        (RELAY, [f"/ip4/0.0.0.0/tcp/77/p2p/{OTHER_PEER}/p2p-circuit"]),
+        (NOBODY, [f"/ip4/0.0.0.0/tcp/77/p2p/{RELAY}/p2p-circuit"]),
+    ]
+    table = make_table(OTHER_PEER)
+    node = make_node(Wire({OTHER_PEER: response(peers=lies)}), table)
+    await node.ask(OTHER_PEER)
+    assert node.reports.outcomes == Counter(malformed=2, out_of_reach=4, learned=1, other_swarm=0)
+    # A relay that reports itself is at its observed address.
+    assert table.get(RELAY).addresses == [f"/ip4/192.0.2.7/tcp/77/p2p/{OTHER_PEER}/p2p-circuit"]
+
+
+async def test_a_peer_reports_ports_and_known_relays_but_no_foreign_address():
+    """Otherwise one liar could direct the swarm at any address by calling it a relay."""
+    wire, table = Wire(), make_table(OTHER_PEER)
+    make_node(wire, table)
+    good = ["/ip4/0.0.0.0/tcp/7001", "/ip4/192.0.2.7/tcp/7002"]
+    bad = ["/ip4/8.8.8.8/tcp/53", "/dns4/victim.example/tcp/80", "/ip4/192.0.2.7/tcp/0"]
+    relays = [f"/ip4/9.9.9.9/tcp/9/p2p/{relay}/p2p-circuit" for relay in (RELAY, THIRD_PEER)]
+    await wire.answer(OTHER_PEER, request(addresses=bad + good + relays))
+    assert table.get(OTHER_PEER).addresses == [
+        "/ip4/192.0.2.7/tcp/7001",
+        "/ip4/192.0.2.7/tcp/7002",
+        f"{THERE}/p2p/{THIRD_PEER}/p2p-circuit",
+    ]
 
 
 @pytest.mark.parametrize("swarm", [SWARM, OTHER_SWARM])

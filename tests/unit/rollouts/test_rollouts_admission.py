@@ -3,6 +3,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
@@ -235,6 +237,39 @@ def test_internal_error_costs_one_group():
     rejected = checks.check(frame(), NOW)
     assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Verdict.IGNORE, None)
     assert "our bug" in checks.statistics().last_internal_error
+
+
+NONSENSE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def replaced(data, path, value):
+    """`data` with the thing at a random place replaced by `value`."""
+    if not path or not isinstance(data, dict | list) or not data:
+        return value
+    keys = list(data) if isinstance(data, dict) else list(range(len(data)))
+    key, copy = keys[path[0] % len(keys)], data.copy()
+    copy[key] = replaced(copy[key], path[1:], value)
+    return copy
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 63), min_size=1, max_size=4), NONSENSE)
+def test_any_signed_field_may_hold_anything(sequence, path, value):
+    checks, group = admission(), AUTHOR.group(sequence, NOW, size=3)
+    payload = replaced(msgspec.to_builtins(group, builtin_types=(bytes,)), path, value)
+    checks.check(AUTHOR.sign(msgspec.msgpack.encode(payload)), NOW)
+    assert "internal" not in checks.statistics().outcomes
 
 
 def test_every_reason_is_documented_with_its_verdict():

@@ -1,15 +1,11 @@
 """Signatures, peer ids and content ids."""
 
-import hashlib
 import random
 
 import msgspec
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
-from libp2p.crypto.ed25519 import Ed25519PublicKey
-from libp2p.peer.id import ID
 
 from protocol.generate import frames
 from swarmnode.errors import BadMessage
@@ -68,18 +64,6 @@ def test_uncompressed_envelope_is_minimal(changes, reason):
         with pytest.raises(BadMessage) as caught:
             envelope.open_raw(bad, domain, SWARM, limit)
         assert caught.value.reason == why
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_peer_id_matches_libp2p(seed):
-    public = (
-        Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest())
-        .public_key()
-        .public_bytes_raw()
-    )
-    assert (
-        envelope.peer_id(public) == ID.from_pubkey(Ed25519PublicKey.from_bytes(public)).to_base58()
-    )
 
 
 @given(
