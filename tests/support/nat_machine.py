@@ -50,11 +50,8 @@ class Machine:
                 env=self.environment,
             )
 
-    def get(self, path, port=9464):
-        return self.net.get(self.name, f"http://127.0.0.1:{port}/{path}")
-
     def snapshot(self):
-        text = self.get("status?points=1")
+        text = self.net.get(self.name, "http://127.0.0.1:9464/status?points=1")
         return json.loads(text)["snapshot"] if text else None
 
     @property
@@ -71,15 +68,6 @@ class Machine:
     def steps(self):
         view = self.snapshot()
         return view["trainer"]["report"]["step"] if view and view["trainer"]["report"] else 0
-
-    def metric(self, name):
-        """Return the sum over all series of a metric in /metrics."""
-        lines = [
-            line
-            for line in self.get("metrics").splitlines()
-            if line.split("{")[0].split(" ")[0] == name
-        ]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def log(self):
         return (self.directory / "node.log").read_text(errors="replace")

@@ -151,23 +151,3 @@ async def test_stalled_peer_costs_only_its_own_deadline(tmp_path):
 async def _times_out(client, server, sink) -> None:
     with pytest.raises(PeerTimeout):
         await fetch(client, server, sink, deadline=1.0)
-
-
-async def test_resumes_a_broken_transfer_from_another_peer(tmp_path):
-    async with hosts(tmp_path, 3) as (dying, client, other):
-        source, sink = honest(dying)
-        other.bulk.offer(TRANSFER, source)
-        await until(lambda: other.peer_id in client.connected())
-        partial = (
-            framed(BulkResponse("ok", source.size))
-            + b"".join(bytes(source.chunk(index)) for index in range(3))
-            + bytes(5)
-        )
-        lie(dying, partial)
-        with pytest.raises(PeerError):
-            await fetch(client, dying, sink)
-        assert sink.missing() == [3, 4, 5, 6, 7]
-        before = client.bulk.statistics().received_bytes
-        await fetch(client, other, sink)
-        assert sink.complete
-        assert client.bulk.statistics().received_bytes - before == 5 * CHUNK

@@ -88,14 +88,6 @@ def test_killed_network_process_loses_no_committed_step(crew):
     )
 
 
-def test_killed_node_loses_no_committed_step(crew):
-    def kill(nodes):
-        nodes[2].kill()
-        nodes[2].start(crew.address)
-
-    crew.lose(kill)
-
-
 def test_spare_replaces_a_lost_node(crew, model, tmp_path):
     spare = ForkedNode("spare", tmp_path / "spare", whole_settings(model, STAGES, STAGES))
     crew.nodes.append(spare)

@@ -87,24 +87,3 @@ async def test_concurrent_dials_are_limited(autojump_clock, nursery):
     assert world.most <= connection_manager.MAX_CONCURRENT_DIALS
     assert len(table.connected()) >= 30
     nursery.cancel_scope.cancel()
-
-
-async def test_peers_reconnect_after_a_minute_outage(autojump_clock, nursery):
-    table, world, loop = make()
-    sources = {"b": "bootstrap", "x": "exchange", "m": "mdns", "k": "book"}
-    world.up.update(sources)
-    for index, (peer, source) in enumerate(sources.items()):
-        table.add(peer, f"/ip4/20.{index}.0.1/tcp/1", source, trio.current_time())
-    nursery.start_soon(loop.run)
-    await trio.sleep(100)
-    assert sorted(table.connected()) == sorted(sources)
-    world.up.clear()
-    for peer in sources:
-        table.record_disconnected(peer, trio.current_time())
-    loop.wake()
-    await trio.sleep(60)
-    assert table.connected() == []
-    world.up.update(sources)
-    await trio.sleep(16)
-    assert sorted(table.connected()) == sorted(sources)
-    nursery.cancel_scope.cancel()

@@ -102,45 +102,38 @@ async def busy_late(peer, data):
     return codec.encode(GroupsResponse([GroupResponse("busy")] * len(asked)))
 
 
-# Each function joins one hostile peer.
+def holder(listing=None, patient=True):
+    """A holder that answers polls with `listing`."""
+
+    def join(medium, seed, rng):
+        made = Holder(medium, seed, patient=patient)
+        if listing is not None:
+            made.serve_listing(listing)
+
+    return join
 
 
-def silent(medium, seed, rng):
-    Holder(medium, seed).serve_listing(never)
+def liar(gives, size=900, groups=None):
+    """A Liar that answers fetches with `groups`."""
 
+    def join(medium, seed, rng):
+        made = Liar(medium, seed, rng, gives, size)
+        if groups is not None:
+            made.serve_groups(groups)
 
-def withholding(medium, seed, rng):
-    Liar(medium, seed, rng, lambda listed: b"").serve_groups(never)
-
-
-def hanging(medium, seed, rng):
-    Liar(medium, seed, rng, lambda listed: b"", limits.GROUP_BYTES).serve_groups(never)
-
-
-def late(medium, seed, rng):
-    Liar(medium, seed, rng, lambda listed: b"", limits.GROUP_BYTES).serve_groups(busy_late)
-
-
-def empty_handed(medium, seed, rng):
-    Liar(medium, seed, rng, lambda listed: None)
-
-
-def forging(medium, seed, rng):
-    Liar(medium, seed, rng, lambda listed: b"\xc1" * listed.size)
+    return join
 
 
 def useless(medium, seed, rng):
     Equal(medium, seed)
 
 
-def hasty(medium, seed, rng):
-    Holder(medium, seed, patient=False)
-
-
-def malformed(medium, seed, rng):
-    Holder(medium, seed).serve_listing(garbage)
-
-
+silent, malformed, hasty = holder(never), holder(garbage), holder(patient=False)
+withholding = liar(lambda listed: b"", groups=never)
+hanging = liar(lambda listed: b"", limits.GROUP_BYTES, never)
+late = liar(lambda listed: b"", limits.GROUP_BYTES, busy_late)
+empty_handed = liar(lambda listed: None)
+forging = liar(lambda listed: b"\xc1" * listed.size)
 MIXED = [silent] * 8 + [withholding] * 6 + [empty_handed] * 4 + [forging] * 4 + [useless] * 4
 MIXED += [hasty] * 2 + [malformed] * 2
 

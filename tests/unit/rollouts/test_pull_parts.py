@@ -384,19 +384,12 @@ def test_the_next_draw_is_predicted_from_the_steps_before():
     assert timer.opens_at == -float("inf")
     for step in range(20):
         assert timer.drew(step, 100.0 * step)
+        assert not timer.drew(step, 100.0 * step + 10), "a second draw is no step"
     assert timer.opens_at == pytest.approx(1900 + 75), "a quarter of a step before"
     short = PullTimer()
     for step in range(20):
         short.drew(step, 8.0 * step)
     assert short.opens_at == pytest.approx(19 * 8 + 3), "five seconds before"
-
-
-def test_second_draw_of_a_step_is_no_step():
-    timer = PullTimer()
-    for step in range(20):
-        assert timer.drew(step, 100.0 * step)
-        assert not timer.drew(step, 100.0 * step + 10)
-    assert timer.opens_at == pytest.approx(1900 + 75)
 
 
 def test_a_trainer_that_was_paused_has_not_become_slow():

@@ -12,6 +12,10 @@ from tests.support.authors import Author
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, policy
 
+SURROGATES = [
+    msgspec.structs.replace(each, text="\ud800") for each in Author(SWARM).own_group(0).completions
+]
+
 
 @pytest.fixture
 async def swarm(nursery):
@@ -32,17 +36,6 @@ async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, mo
     assert len({entry.group.peer for entry in entries}) == 2
     assert {entry.source for entry in entries} == {"192.0.2.0/24"}
     assert all(entry.is_direct for entry in entries)
-
-
-async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
-    poisoned = swarm.authors[0].own_group(0, texts=["\N{SKULL}", "1"])
-    poisoned = msgspec.structs.replace(poisoned, rewards=[0.0, 1.0])
-    swarm.exchanges[0].publish(poisoned)
-    await swarm.publish(2, 0)
-    await settle()
-    assert swarm.outcomes(1)["scorer"] == 1
-    assert swarm.outcomes(1)["admitted"] == 1
-    assert swarm.networks[1].score(swarm.peers[0]) == 0
 
 
 async def test_author_of_failing_groups_is_excluded(nursery, autojump_clock):
@@ -95,6 +88,7 @@ async def test_without_a_scorer_groups_are_dropped_and_counted(nursery, autojump
         ({"completions": []}, "invalid"),
         ({"sequence": -1}, "invalid"),
         ({"sequence": 2**70}, "invalid"),
+        ({"completions": SURROGATES}, "invalid"),
     ],
 )
 async def test_only_groups_that_others_would_take_are_published(
@@ -105,17 +99,6 @@ async def test_only_groups_that_others_would_take_are_published(
     statistics = swarm.exchanges[0].statistics()
     assert (statistics.published, +Counter(statistics.unpublished)) == (
         (1, {}) if outcome == "published" else (0, {outcome: 1})
-    )
-
-
-async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
-    completions = swarm.authors[0].own_group(0).completions
-    broken = [msgspec.structs.replace(completions[0], text="\ud800"), *completions[1:]]
-    assert (
-        swarm.exchanges[0].publish(
-            msgspec.structs.replace(swarm.authors[0].own_group(0), completions=broken)
-        )
-        == "invalid"
     )
 
 

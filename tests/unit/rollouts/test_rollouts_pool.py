@@ -3,7 +3,6 @@ import random
 from collections import Counter
 
 import msgspec
-import pytest
 
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.network.pool import Pool
@@ -42,17 +41,12 @@ def test_distrusted_groups_hardly_count_as_waiting():
     assert pool.waiting(lambda peer: {"a": 1.0, "b": 1 / 16}[peer]) == 8
 
 
-def test_share_of_groups_is_bounded_per_peer():
+def test_a_peer_with_its_share_of_groups_loses_its_oldest():
     pool = filled("a", 100, max_groups=80)
     stats = pool.statistics()
     assert stats.groups == 10
     assert stats.evicted_peer_share == 90
-
-
-def test_a_peer_that_is_full_loses_its_oldest_group():
-    pool = filled("a", 11, max_groups=80)
-    numbers = {g.group.sequence for _ in range(10) for g in draw(pool, 2)}
-    assert numbers == set(range(1, 11))
+    assert {g.group.sequence for _ in range(10) for g in draw(pool, 2)} == set(range(90, 100))
 
 
 def test_observations_count_in_a_peers_share_of_the_bytes():
@@ -63,13 +57,6 @@ def test_observations_count_in_a_peers_share_of_the_bytes():
         )
         assert pool.add(played, 0.0, 0)
     assert len(pool) == 3  # of 32 KiB each, in an eighth of a mebibyte
-
-
-def test_share_of_bytes_is_bounded_per_peer():
-    pool = Pool(2**20)
-    for n in range(100):
-        pool.add(external_group("a", n, text="x" * 10_000), now=0.0, policy_version=0)
-    assert 0 < pool.statistics().bytes <= 2**17
 
 
 def test_a_group_larger_than_a_peers_share_is_refused():
@@ -114,16 +101,6 @@ def test_a_peer_without_trust_is_not_drawn():
     pool = filled("ab", 3)
     chosen = draw(pool, 4, trust=lambda peer: 0.0 if peer == "a" else 1.0)
     assert {g.peer for g in chosen} == {"b"}
-
-
-def test_trusted_peers_are_drawn_more_often():
-    wins = 0
-    for seed in range(400):
-        pool = filled("ab", 1)
-        wins += (
-            draw(pool, 1, seed=seed, trust=lambda peer: 1.0 if peer == "a" else 0.25)[0].peer == "a"
-        )
-    assert wins / 400 == pytest.approx(0.8, abs=0.08)
 
 
 def test_who_says_more_is_not_drawn_before_others():
@@ -186,18 +163,6 @@ def test_new_author_is_known_after_a_few_used_groups():
         True,
     ]
     assert not sampling.is_known(sampling.trust(0.5, 6)), "nor while its standing is bad"
-
-
-def test_more_groups_give_a_new_peer_no_priority():
-    firsts = Counter()
-    for seed in range(300):
-        pool = filled("abcd", 1)
-        for number in range(30):
-            pool.add(external_group("loud", number), now=0.0, policy_version=0)
-        firsts.update(
-            group.peer for group in draw(pool, 1, seed=seed, trust=lambda peer: PROBATION_TRUST)
-        )
-    assert 0.1 < firsts["loud"] / 300 < 0.3
 
 
 def test_one_of_two_peers_fills_half_a_step():

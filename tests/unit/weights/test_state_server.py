@@ -6,14 +6,13 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.bulk import BulkSource, serving
+from swarmnode.p2p.bulk import BulkSource
 from swarmnode.weights import local
 from swarmnode.weights.messages import StateRequest, decode_state
 from swarmnode.weights.network import newcomer
 from swarmnode.weights.network.newcomer import StateServer
 from swarmnode.weights.network.payload_store import LocalPayload, PayloadStore, RemotePayload
 from swarmnode.wire import strict
-from swarmnode.wire.messages import BulkRequest
 
 FINGERPRINT = b"\x09" * 32
 SIZE = 4096
@@ -99,6 +98,7 @@ async def test_repeated_requests_use_bounded_disk_and_recent_states(
         await trio.sleep(60)
     assert served.most == newcomer.MOST_STATES * SIZE
     assert oldest < 2 * 3600
+    assert set(served.network.audiences.values()) == {None}, "a public upload leaves partners room"
     assert served.written > 24, "and it does not stop at the first ones"
 
 
@@ -120,34 +120,6 @@ async def test_repeated_request_extends_the_offer(tmp_path, autojump_clock, monk
         await trio.sleep(seconds - 1)
     await trio.sleep(1)
     assert await served.ask() == 2, "and its end is not put off by whoever does not ask"
-
-
-async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojump_clock):
-    served, slots = Served(tmp_path), serving.BulkServer(lambda peer: True)
-    partner = b"p" * 32
-    slots.offers[partner] = serving.BulkOffer(BulkSource(b"x"), frozenset({"partner"}))
-    strangers = [
-        f"stranger {number}" for number in range(serving.UPLOADS // serving.UPLOADS_PER_PEER)
-    ]
-    for peer in strangers:
-        await served.ask(peer)
-        for transfer, source in served.network.offered.items():
-            audience = served.network.audiences[transfer]
-            slots.offers.setdefault(
-                transfer,
-                serving.BulkOffer(source, None if audience is None else frozenset(audience)),
-            )
-    push = lambda peer, name: slots.begin(
-        peer, BulkRequest(name, slots.offers[name].source.root, b"\x01")
-    )
-    begun = [
-        push(peer, name)
-        for peer in strangers
-        for name in slots.offers
-        for _ in range(serving.UPLOADS_PER_PEER)
-    ]
-    assert sum(isinstance(each, serving.Upload) for each in begun) == serving.PUBLIC_UPLOADS
-    assert isinstance(push("partner", partner), serving.Upload)
 
 
 async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):

@@ -2,7 +2,6 @@
 reason."""
 
 import math
-import random
 import tracemalloc
 from pathlib import Path
 
@@ -79,16 +78,6 @@ def reason(data, codec="bfloat16", **options):
         decode(data, LAYOUT, codec, **options)
     assert error.value.reason in REASONS
     return error.value.reason
-
-
-def refusal(read, *args, **options):
-    """The reason with which `read` refused, None where it did not; anything but BadMessage is a
-    failure."""
-    try:
-        read(*args, **options)
-    except BadMessage as error:
-        return error.reason
-    return None
 
 
 def test_int8_error_is_bounded():
@@ -223,23 +212,6 @@ def test_a_hostile_quantiser_is_refused():
     assert check(-1.0) == "bounds"
     assert check(1.0, 0x80) == "bounds"
     assert decode(with_body(good, 0, body(1.0, 0x7F)), LAYOUT, "int8", anchor=anchor)
-
-
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
-def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
-    anchor = make_anchor(tensors(1))
-    good = encode(tensors(), LAYOUT, codec, anchor=anchor)
-    rng = random.Random(codec)
-    head = 4 + int.from_bytes(good[:4], "big")
-    for _ in range(1500):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
-            where = rng.randrange(head) if rng.random() < 0.8 else rng.randrange(len(data))
-            data[where] = rng.randrange(256)
-        cut = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
-        found = refusal(decode, bytes(cut), LAYOUT, anchor=anchor)
-        # the whole header is compared; the transfer verifies the bodies
-        assert found in REASONS or (len(cut), cut[:head]) == (len(good), good[:head])
 
 
 # ---- layouts and messages ------------------------------------------------------------------------

@@ -221,16 +221,6 @@ async def test_a_failed_fetch_is_counted_by_cause(error, cause, reason, autojump
         assert b.applied == {"a": 1}, "the other side may commit alone"
 
 
-async def test_an_oversized_payload_is_never_fetched(autojump_clock, monkeypatch):
-    async with swarm({"a": Party, "z": hostile("well")}) as parties:
-        monkeypatch.setattr("tests.support.swaps.SIZE", 2**40)
-        a = parties["a"]
-        a.due()
-        await settled(a)
-        assert a.failures == {"size": 1}
-        assert a.rejected == [("z", "weights_size")]
-
-
 @pytest.mark.parametrize(
     ("outcome", "cause", "lied"),
     [
