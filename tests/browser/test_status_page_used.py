@@ -75,21 +75,10 @@ def keep_samples(data_dir, texts):
     kept = []
     for at, text in enumerate(texts):
         peer, outcome = PEERS[at % 2] if at % 3 else "", text[:9] if at % 2 else "used"
-        kept.append(
-            Sample(
-                at,
-                at,
-                3,
-                "rg/gcd",
-                text,
-                [
-                    Answer(text, 9, "length", 0.5, surprise=1.25),
-                    Answer("left", 4, "eos", 1.0, turns=[Turn(text, text)] * (1 + 31 * (at == 0))),
-                ],
-                peer,
-                outcome,
-            )
-        )
+        turns = [Turn(text, text)] * (1 + 31 * (at == 0))
+        answers = [Answer(text, 9, "length", 0.5, surprise=1.25)]
+        answers += [Answer("left", 4, "eos", 1.0, turns=turns)]
+        kept.append(Sample(at, at, 3, "rg/gcd", text, answers, peer, outcome))
     (data_dir / "log").mkdir(parents=True)
     (data_dir / "log" / "samples.jsonl").write_bytes(
         b"".join(msgspec.json.encode(each) + b"\n" for each in kept)
@@ -120,13 +109,8 @@ async def test_hostile_completions_are_shown_as_text(tmp_path, width) -> None:
         assert len(talks[-1]) == 25, "the first and the last of 32 turns, and that some are missing"
         assert talks[-1][0] == MARKUP[:80] + talks[-1][0][80:]
         assert max(len(text) for talk in talks for text in talk) < 2_000
-        assert (
-            await tab.js(
-                "document.querySelectorAll('#samples script, #samples img, #samples style, #samples"
-                " a').length"
-            )
-            == 0
-        )
+        made = "#samples script, #samples img, #samples style, #samples a"
+        assert await tab.js(f"document.querySelectorAll('{made}').length") == 0
         assert await tab.js("document.title.includes('owned')") is False
         assert await tab.js("document.documentElement.scrollWidth - innerWidth") <= 0
         inside = (
@@ -134,17 +118,10 @@ async def test_hostile_completions_are_shown_as_text(tmp_path, width) -> None:
             " each.clientWidth + 1)"
         )
         assert await tab.js(inside) is True
-        shown = await tab.js("document.getElementById('samples').innerText")
-        for value in (
-            "own",
-            "Küche 2",
-            PEERS[1][-6:],
-            "reward 0.50",
-            "surprise 1.25",
-            "9 tokens, cut",
-            "refused",
-        ):
+        shown = await tab.text("samples")
+        for value in ("own", "Küche 2", PEERS[1][-6:], "reward 0.50", "surprise 1.25", "refused"):
             assert value in shown, value
+        assert "9 tokens, cut" in shown
         assert tab.errors == []
 
 
@@ -161,13 +138,9 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path) -> None:
 
     labels = "[...document.querySelectorAll('figure svg text[text-anchor=end]')]"
     async with status_page(tmp_path, change=busy) as tab:
-        assert "40 k" in await tab.js(f"{labels}.map((text) => text.textContent)")
-        assert (
-            await tab.js(
-                f"{labels}.filter((text) => text.getBBox().x < 0).map((text) => text.textContent)"
-            )
-            == []
-        )
+        texts = ".map((text) => text.textContent)"
+        assert "40 k" in await tab.js(labels + texts)
+        assert await tab.js(f"{labels}.filter((text) => text.getBBox().x < 0){texts}") == []
 
 
 async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path) -> None:
@@ -176,22 +149,20 @@ async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path) -> None:
         charts = await tab.js("document.querySelectorAll('figure svg').length")
         for _ in range(charts + 6):  # two lists, four links
             await tab.press("Tab")
-            reached.append(
-                await tab.js(
-                    "((e) => e.id || e.getAttribute('class') || e.tagName)(document.activeElement)"
-                )
-            )
+            name = "((e) => e.id || e.getAttribute('class') || e.tagName)(document.activeElement)"
+            reached.append(await tab.js(name))
         assert reached.count("svg") == charts
         assert {"logs", "scroll"} <= set(reached)
+        focused = "document.activeElement.getAttribute('aria-label')"
         await tab.js("document.querySelector('figure svg').focus()")
-        newest = await tab.js("document.activeElement.getAttribute('aria-label')")
+        newest = await tab.js(focused)
         for key in ("ArrowLeft", "ArrowLeft"):
             await tab.press(key)
-        label = await tab.js("document.activeElement.getAttribute('aria-label')")
+        label = await tab.js(focused)
         assert label.startswith("Reward: own")
         assert label.endswith(" s ago")
         await tab.press("Escape")
-        assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
+        assert await tab.js(focused) == newest
 
 
 async def test_selection_survives_a_refresh(tmp_path) -> None:
@@ -207,16 +178,13 @@ async def test_hides_speed_without_a_trainer(tmp_path) -> None:
         s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None)
     )
     async with status_page(tmp_path, change=lambda s: lost(s) if s.at % 1000 > 500 else s) as tab:
-        tiles = await tab.js("document.getElementById('tiles').innerText")
+        tiles = await tab.text("tiles")
         assert "no trainer" in tiles
         assert "212" not in tiles
-        assert "540" not in await tab.js("document.getElementById('stage-facts').innerText")
-        assert "own –" in await tab.js(
-            "document.querySelector('figure svg').getAttribute('aria-label')"
-        )
-        assert "the trainer is not connected" in await tab.js(
-            "document.getElementById('notice').textContent"
-        )
+        assert "540" not in await tab.text("stage-facts")
+        chart = "document.querySelector('figure svg').getAttribute('aria-label')"
+        assert "own –" in await tab.js(chart)
+        assert "the trainer is not connected" in await tab.text("notice")
 
 
 async def test_member_shows_its_stage_without_empty_charts(tmp_path) -> None:
@@ -225,22 +193,13 @@ async def test_member_shows_its_stage_without_empty_charts(tmp_path) -> None:
     )
     member = lambda s: replace(s, stages=replace(s.stages, crew=third(s.stages.crew)))
     async with status_page(tmp_path, change=member) as tab:
-        tiles = await tab.js("document.getElementById('tiles').innerText")
-        for expected in (
-            "measured by the crew's head",
-            "Steps of the stage",
-            "250",
-            "Through the stage",
-            "540",
-        ):
+        tiles, head = await tab.text("tiles"), "measured by the crew's head"
+        for expected in (head, "Steps of the stage", "250", "Through the stage", "540"):
             assert expected in tiles
-        assert "measured by the crew's head" in await tab.js(
-            "document.querySelector('figure svg').textContent"
-        )
-        crew = await tab.js("document.getElementById('crew').innerText")
-        assert "1 layer, step" in crew
+        assert head in await tab.js("document.querySelector('figure svg').textContent")
+        assert "1 layer, step" in await tab.text("crew")
         named = await tab.js(
-            "[...document.querySelectorAll('#crew bdi')].map((name) => name.textContent)"
+            "[...document.querySelectorAll('#crew bdi')].map((n) => n.textContent)"
         )
         # The effect of a right-to-left override ends with the name.
         assert named == ["attic", "Küche 2", "gpu-box-7"]
@@ -248,40 +207,24 @@ async def test_member_shows_its_stage_without_empty_charts(tmp_path) -> None:
 
 async def test_missing_values_are_not_shown_as_current(tmp_path) -> None:
     s = example()
-    processes = {"scorer": ProcessStatistics(2**20, 0.2)}
-    new = replace(
-        s,
-        peers=[PeerRow(PEERS[0], "in")],
-        processes=processes,
-        health=replace(s.health, draining=True),
-    )
+    new = replace(s, peers=[PeerRow(PEERS[0], "in")], health=replace(s.health, draining=True))
+    new = replace(new, processes={"scorer": ProcessStatistics(2**20, 0.2)})
     async with status_page(tmp_path, lambda: new) as tab:
         assert await tab.js("document.querySelector('#peers td:last-child').textContent") == "–"
-        assert "1.0 MiB, under 1 s of CPU" in await tab.js(
-            "document.getElementById('resources').innerText"
-        )
-        assert await tab.js(
-            "[document.body.dataset.state, document.getElementById('state').textContent]"
-        ) == ["draining", "draining"]
+        assert "1.0 MiB, under 1 s of CPU" in await tab.text("resources")
+        assert await tab.js("document.body.dataset.state") == await tab.text("state") == "draining"
 
 
 async def test_outdated_page_says_so(tmp_path, monkeypatch) -> None:
     async with status_page(tmp_path) as tab:
         monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
         await tab.until("document.body.dataset.state === 'stale'")
-        assert "reload the page" in await tab.js("document.getElementById('notice').textContent")
+        assert "reload the page" in await tab.text("notice")
         assert len(tab.errors) >= 1
 
 
 async def test_downtime_is_a_gap_in_the_lines(tmp_path) -> None:
     later = lambda s: replace(s, at=s.at + 120) if s.at % 1000 > 450 else s
     async with status_page(tmp_path, change=later) as tab:
-        drawn = await tab.js(
-            "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
-        )
-        assert drawn.count("M") == 2
-    async with status_page(tmp_path / "whole") as tab:
-        drawn = await tab.js(
-            "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
-        )
-        assert drawn.count("M") == 1
+        line = "document.querySelector('path.line[data-series=policy_version]')"
+        assert (await tab.js(f"{line}.getAttribute('d')")).count("M") == 2

@@ -29,15 +29,17 @@ def tool(name):
 
 
 def clean(name, *arguments):
-    result = subprocess.run(
-        [tool(name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-    )
+    command = [tool(name), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     return result.returncode, result.stdout + result.stderr
+
+
+def read(path):
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def services():
+    return read("docker/compose.yaml")["services"]
 
 
 def manifests():
@@ -50,9 +52,8 @@ def pod():
 
 def environment(text):
     """Return the SWARMNODE_* names that a Dockerfile sets, with their values."""
-    return {
-        name: value.strip("'") for name, value in re.findall(r"(SWARMNODE_\w+)=('[^']*'|\S+)", text)
-    }
+    found = re.findall(r"(SWARMNODE_\w+)=('[^']*'|\S+)", text)
+    return {name: value.strip("'") for name, value in found}
 
 
 def test_hadolint_accepts_the_dockerfile():
@@ -61,11 +62,8 @@ def test_hadolint_accepts_the_dockerfile():
 
 def test_every_accelerator_has_an_index_and_no_root():
     text = DOCKERFILE.read_text()
-    assert set(re.findall(r"^ +(\w+)\) index=https:", text, re.MULTILINE)) == {
-        "cpu",
-        "cuda",
-        "rocm",
-    }
+    indexes = re.findall(r"^ +(\w+)\) index=https:", text, re.MULTILINE)
+    assert set(indexes) == {"cpu", "cuda", "rocm"}
     last = text[text.rindex("\nFROM") :]
     assert re.findall(r"^USER (\S+)$", last, re.MULTILINE) == ["10001:10001"]
     assert "curl" not in text
@@ -87,7 +85,7 @@ def test_compose_files_match_the_schema(path):
 
 
 def test_compose_mounts_exist_and_stop_period_suffices():
-    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    compose = read("docker/compose.yaml")
     mounted = [
         re.sub(r"\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
         for service in compose["services"].values()
@@ -98,11 +96,11 @@ def test_compose_mounts_exist_and_stop_period_suffices():
     node = compose["services"]["node"]
     assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS + 10
     given = {
-        name: "" if value.startswith("$") else value for name, value in node["environment"].items()
+        name: "" if text.startswith("$") else text for name, text in node["environment"].items()
     }
     http = settings.load(None, given).config.http
     assert http.host == "0.0.0.0"
-    scraped = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())["scrape_configs"]
+    scraped = read("docker/prometheus.yml")["scrape_configs"]
     assert scraped[0]["static_configs"] == [{"targets": [f"node:{http.metrics_address[1]}"]}]
 
 
@@ -110,7 +108,7 @@ def test_compose_mounts_exist_and_stop_period_suffices():
     ("setting", "own_code", "code"), [("node.nme=x", 78, 0), ("node.data_dir=/proc/none", 69, 69)]
 )
 def test_compose_restarts_only_what_a_restart_can_fix(setting, own_code, code):
-    node = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["node"]
+    node = services()["node"]
     assert node["restart"] == "on-failure"
     run = [*node["command"], "--set", setting]
     inside = [sys.executable, *node["entrypoint"][1:]]
@@ -121,27 +119,21 @@ def test_compose_restarts_only_what_a_restart_can_fix(setting, own_code, code):
 
 
 def test_compose_exposes_only_the_peer_port():
-    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    ports = [port for service in services().values() for port in service.get("ports", [])]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == ["9512:9512"]
 
 
 def test_grafana_provisioning_paths_match():
-    grafana = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["grafana"]
-    provisioning = ROOT / "deploy" / "grafana" / "provisioning"
-    provider = yaml.safe_load((provisioning / "dashboards" / "swarmnode.yml").read_text())[
-        "providers"
-    ][0]
+    grafana, provisioning = services()["grafana"], Path("deploy/grafana/provisioning")
+    provider = read(provisioning / "dashboards" / "swarmnode.yml")["providers"][0]
     assert f"../deploy/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
-    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())[
-        "datasources"
-    ][0]
+    source = read(provisioning / "datasources" / "prometheus.yml")["datasources"][0]
     assert source["url"].strip("${}") in grafana["environment"]
 
 
 def test_rules_name_the_jobs_of_the_compose_configuration():
     """tests/deploy/test_alert_delivery.py runs Prometheus with this configuration."""
-    config = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())
+    config = read("docker/prometheus.yml")
     rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
     jobs = {job["job_name"] for job in config["scrape_configs"]}
     assert jobs == set(re.findall(r'job="(\w+)"', rules))
@@ -155,10 +147,8 @@ def test_kubernetes_accepts_the_manifests():
 def test_pod_may_drain_and_load_slowly():
     assert pod()["terminationGracePeriodSeconds"] > DRAIN_SECONDS + 10
     container = pod()["containers"][0]
-    assert {
-        name: container[name]["httpGet"]["path"]
-        for name in ("startupProbe", "livenessProbe", "readinessProbe")
-    } == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    probes = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert {name: container[name]["httpGet"]["path"] for name in probes} == probes
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= STARTUP_SECONDS
 
@@ -175,17 +165,10 @@ def test_the_identity_outlives_the_pod():
 
 def test_the_config_map_is_configuration():
     table = tomllib.loads(manifests()["ConfigMap"]["data"]["config.toml"])
-    config = settings.load(
-        None,
-        {},
-        [
-            f"{s}.{k}={v!r}"
-            for s, keys in table.items()
-            for k, v in keys.items()
-            if not isinstance(v, bool)
-        ],
-    )
-    http, template = config.config.http, manifests()["StatefulSet"]["spec"]["template"]
+    rows = [(f"{part}.{key}", value) for part in table for key, value in table[part].items()]
+    overrides = [f"{key}={value!r}" for key, value in rows if not isinstance(value, bool)]
+    http = settings.load(None, {}, overrides).config.http
+    template = manifests()["StatefulSet"]["spec"]["template"]
     assert http.host == "127.0.0.1", "the page shows answers and the log"
     ports = {port["name"]: port["containerPort"] for port in pod()["containers"][0]["ports"]}
     assert ports["metrics"] == http.metrics_address[1]
@@ -229,9 +212,7 @@ def test_pods_announce_the_names_that_their_service_gives_them():
 def test_only_the_first_pod_starts_without_an_invite(name, invite, starts):
     (waits,) = [one for one in pod()["initContainers"] if one["name"] == "invite"]
     given = pod_environment(waits, name, invite)
-    done = subprocess.run(
-        waits["command"], env=given, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(waits["command"], env=given, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == starts
     assert ("swarmnode-invite" in done.stderr) != starts
 
@@ -243,10 +224,8 @@ def test_pods_are_locked_down():
     assert not spec["enableServiceLinks"]  # they would set SWARMNODE_* variables
     for container in [*spec["containers"], *spec["initContainers"]]:
         locked = container["securityContext"]
-        assert (locked["allowPrivilegeEscalation"], locked["readOnlyRootFilesystem"]) == (
-            False,
-            True,
-        )
+        assert not locked["allowPrivilegeEscalation"]
+        assert locked["readOnlyRootFilesystem"]
         assert locked["capabilities"] == {"drop": ["ALL"]}
 
 

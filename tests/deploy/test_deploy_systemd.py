@@ -35,11 +35,8 @@ def section(name):
 def installed(tmp_path):
     """Return the unit and its drop-ins with an existing program. systemd rejects a missing one."""
     for path in DIRECTORY.iterdir():
-        inside = (
-            tmp_path / "swarmnode.service.d" / path.name
-            if path.suffix == ".conf"
-            else tmp_path / path.name
-        )
+        drop_in = "swarmnode.service.d" if path.suffix == ".conf" else ""
+        inside = tmp_path / drop_in / path.name
         inside.parent.mkdir(exist_ok=True)
         inside.write_text(path.read_text().replace("/opt/swarmnode/bin/swarmnode", sys.executable))
     return tmp_path / UNIT.name
@@ -48,20 +45,21 @@ def installed(tmp_path):
 @needs_systemd
 def test_systemd_accepts_the_unit(installed):
     """Unknown keys leave the exit code at 0, so any output on stderr fails."""
-    result = subprocess.run(
-        [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
-    )
+    command = [ANALYZE, "verify", "--man=no", installed]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
 
 
 @needs_systemd
 def test_unit_is_sandboxed(installed):
-    result = subprocess.run(
-        [ANALYZE, "security", "--offline=true", f"--threshold={int(EXPOSURE * 10)}", installed],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [
+        ANALYZE,
+        "security",
+        "--offline=true",
+        f"--threshold={int(EXPOSURE * 10)}",
+        installed,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
     exposure = re.search(r"exposure level for swarmnode.service: ([\d.]+)", result.stdout)
     assert exposure is not None, result.stderr
     assert float(exposure[1]) <= EXPOSURE
@@ -69,9 +67,8 @@ def test_unit_is_sandboxed(installed):
 
 
 def test_permanent_failures_are_not_restarted():
-    assert {
-        int(code) for code in section("Service")["RestartPreventExitStatus"].split()
-    } == FINAL_CODES
+    codes = section("Service")["RestartPreventExitStatus"].split()
+    assert set(map(int, codes)) == FINAL_CODES
 
 
 def test_finished_node_is_not_restarted():
@@ -98,10 +95,7 @@ def test_supervisor_survives_failures_of_its_children():
 
 
 def test_the_commands_exist():
-    programs = re.findall(
-        r"^ExecStart=\S+ (\S+)$",
-        UNIT.read_text() + (DIRECTORY / "bootstrap.conf").read_text(),
-        re.MULTILINE,
-    )
+    text = UNIT.read_text() + (DIRECTORY / "bootstrap.conf").read_text()
+    programs = re.findall(r"^ExecStart=\S+ (\S+)$", text, re.MULTILINE)
     assert set(programs) == {"run", "bootstrap"}
     assert all(app[name] is not None for name in programs)

@@ -59,11 +59,8 @@ def unmet(lines: list[str], found: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("name", EXTRAS)
 def test_lists_meet_their_distributions_requirements(name):
     found = pins(name)
-    missing = {
-        missed
-        for distribution in found
-        for missed in unmet(importlib.metadata.requires(distribution) or [], found)
-    }
+    required = [importlib.metadata.requires(distribution) or [] for distribution in found]
+    missing = {missed for lines in required for missed in unmet(lines, found)}
     assert missing <= LEFT_OUT[name] | REPLACED.keys()
 
 
@@ -84,11 +81,8 @@ def test_lists_have_neither_torch_nor_unused_distributions(name):
 
 
 def test_bootstrap_list_has_no_training_libraries():
-    trains = {
-        canonicalize_name(Requirement(line).name)
-        for line in PROJECT["optional-dependencies"]["train"]
-    }
-    assert not pins("bootstrap").keys() & trains
+    wanted = map(Requirement, PROJECT["optional-dependencies"]["train"])
+    assert not pins("bootstrap").keys() & {canonicalize_name(each.name) for each in wanted}
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench"])

@@ -90,6 +90,10 @@ class Tab:
             raise RuntimeError(f"{expression}: {reply['exceptionDetails']}")
         return reply["result"].get("value")
 
+    async def text(self, name: str) -> str:
+        """Return the visible text of the element with this id."""
+        return str(await self.js(f"document.getElementById('{name}').innerText"))
+
     async def until(self, condition: str) -> None:
         """Wait in the page until `condition` holds. Raise RuntimeError after CALL_SECONDS."""
         turns = (

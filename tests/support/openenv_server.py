@@ -6,7 +6,6 @@ server, written from its wire format, without TLS and with it. Some of its paths
     /other      /sums with other questions
     /moody      another question at every reset
     /guess      an episode: guess seed % 10 plus 1; a step answers higher, lower or right
-    /endless    /guess without an end
     /odd        a reward of 7
     /none       no reward
     /silent     never answers
@@ -33,13 +32,8 @@ REWARDS: dict[str, float | None] = {"odd": 7.0, "none": None}
 
 
 def observation(text: str, reward: float | None, done: bool) -> str:
-    data = {
-        "observation": {"text": text, "turn": 0},
-        "reward": reward,
-        "done": done,
-        "metadata": {"by": "test"},
-    }
-    return json.dumps({"type": "observation", "data": data})
+    data = {"observation": {"text": text, "turn": 0}, "reward": reward, "done": done}
+    return json.dumps({"type": "observation", "data": {**data, "metadata": {"by": "test"}}})
 
 
 def error(message: str) -> str:
@@ -72,10 +66,10 @@ async def session(socket: WebSocket) -> None:
             elif message["data"]["message"] == "leave":
                 await socket.close(1011, "crashed")
                 return
-            elif kind in ("guess", "endless"):
+            elif kind == "guess":
                 guess, secret = int(message["data"]["message"]), seed % 10 + 1
                 text = "right" if guess == secret else "higher" if guess < secret else "lower"
-                ended = guess == secret and kind == "guess"
+                ended = guess == secret
                 await socket.send_text(observation(text, float(ended) if ended else None, ended))
             else:
                 right = float(message["data"]["message"] == str(seed % 10 + 1))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import textwrap
+from pathlib import Path
 
 import pytest
 import trio
@@ -93,40 +94,35 @@ async def test_repeated_exception_of_a_child_ends_the_node(node, monkeypatch):
     assert len(node.pids("network")) == 1
 
 
-async def test_a_finished_trainer_ends_the_node_with_zero(node):
-    with trio.fail_after(120):
-        assert await node(trainer="progress('training', 0.1); sys.exit(0)").run() == 0
-
-
-async def test_configuration_error_of_a_child_ends_the_node(node):
-    with trio.fail_after(120):
-        assert await node(trainer="sys.exit(78)").run() == 78
-    assert len(node.pids("trainer")) == 1
-
-
-async def test_the_crash_loop_breaker_opens(node, monkeypatch):
+@pytest.mark.parametrize(
+    ("trainer", "code", "starts"),
+    [
+        ("progress('training', 0.1); sys.exit(0)", 0, 1),
+        ("sys.exit(78)", 78, 1),
+        ("sys.exit(1)", 75, 3),
+    ],
+)
+async def test_exit_code_of_the_trainer_ends_the_node(node, monkeypatch, trainer, code, starts):
     monkeypatch.setattr("swarmnode.daemon.watchdog.CRASH_LIMIT", 3)
     with trio.fail_after(120):
-        assert await node(trainer="sys.exit(1)").run() == 75
-    assert len(node.pids("trainer")) == 3
+        assert await node(trainer=trainer).run() == code
+    assert len(node.pids("trainer")) == starts
 
 
 async def test_a_second_signal_aborts_a_drain_that_hangs(node):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
     supervisor = node(trainer=stubborn, drain_seconds=60.0)
-    codes = []
 
-    async def run():
-        codes.append(await supervisor.run())
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
+    async def stop():
         await until(lambda: node.pids("trainer"))
         await until(lambda: supervisor._children["trainer"].watchdog.status == "training")
         os.kill(os.getpid(), signal.SIGTERM)
         await until(supervisor._stopping.is_set)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert codes == [128 + signal.SIGTERM]
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stop)
+        assert await supervisor.run() == 128 + signal.SIGTERM
 
 
 DRAINS = """
@@ -147,11 +143,10 @@ while True: time.sleep(0.05); progress("training")
 
 @pytest.mark.parametrize(
     ("status", "step", "survives"),
-    [("draining", 0.01, True), ("training", 0.01, False), ("training", 1.0, True)],
-    ids=[
-        "saving for longer than drain_seconds",
-        "neither saving nor within a step",
-        "within its step",
+    [
+        ("draining", 0.01, True),  # saves for longer than drain_seconds
+        ("training", 0.01, False),  # neither saves nor is within a step
+        ("training", 1.0, True),  # is within its step
     ],
 )
 async def test_drain_waits_for_step_and_save(node, tmp_path, status, step, survives):
@@ -200,27 +195,16 @@ def test_invalid_progress_lines_are_ignored(line):
 
 
 async def test_children_are_started_by_the_main_thread(node):
-    supervisor = node(
-        trainer=(
-            "progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]);"
-            " time.sleep(60)"
-        )
-    )
+    supervisor = node()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer") and node.pids("network"))
-        creator = [
-            task
-            for task in os.listdir("/proc/self/task")
-            if str(node.pids("trainer")[0]) in _children(task)
-        ]
-        assert creator == [str(os.getpid())]
+        assert node.pids("trainer")[0] in made_by_main_thread()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _children(task):
-    with open(f"/proc/self/task/{task}/children") as file:
-        return file.read().split()
+def made_by_main_thread():
+    return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
 
 
 CRASHES = textwrap.dedent("""

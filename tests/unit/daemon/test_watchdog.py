@@ -39,7 +39,9 @@ def test_reloading_process_gets_the_startup_deadline(watchdog):
     assert watchdog.deadline() == 108
     watchdog.progressed(9.0, None, "loading model")
     assert watchdog.deadline() == 109
+    assert not watchdog.past_loading
     watchdog.progressed(60.0, None, "training")
+    assert (watchdog.past_loading, watchdog.restarts) == (True, 1)
     assert watchdog.deadline() == 70
     watchdog.progressed(61.0, None, "loading a stage")
     assert watchdog.deadline() == 71
@@ -70,10 +72,7 @@ def test_crashes_outside_the_window_do_not_count(watchdog):
     [(78, True, True), (77, True, True), (69, False, True), (69, True, False), (75, False, True)],
 )
 def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
-    if ran:
-        watchdog.progressed(1.0, None, "training")
-    else:
-        watchdog.progressed(1.0, None, "loading policy")
+    watchdog.progressed(1.0, None, "training" if ran else "loading policy")
     verdict = watchdog.exited(2.0, code)
     assert isinstance(verdict, EndNode) == ends
     if ends:
@@ -95,16 +94,6 @@ def test_wish_of_a_process_that_never_worked_counts_as_a_crash(watchdog):
         verdicts.append(watchdog.exited(at + 1.0, RESTART_CODE))
     assert verdicts[1].after_seconds > 0
     assert isinstance(verdicts[2], EndNode)
-
-
-def test_restarted_process_works_once_it_has_loaded(watchdog):
-    watchdog.progressed(1.0, 1.0, "training")
-    watchdog.exited(2.0, -9)
-    watchdog.started(3.0)
-    watchdog.progressed(6.5, None, "loading")
-    watchdog.progressed(9.0, 1.0, "training")
-    assert watchdog.past_loading
-    assert watchdog.restarts == 1
 
 
 ERROR = "crashed error=RuntimeError: The size of tensor a (131) must match 128 at 0x7f12ab"

@@ -3,60 +3,26 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.table import answers, table
-from swarmnode.link.messages import Report
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.logfile import log_file
 from swarmnode.observe.samples import Answer, Sample
-from swarmnode.observe.snapshot import NodeInfo, NodeSnapshot
-from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
-from swarmnode.rollouts.network.admission import AdmissionStatistics
-from swarmnode.rollouts.network.exchange import ExchangeStatistics
-from swarmnode.stages.crew_messages import StageStatus
-from swarmnode.stages.network.crew_service import StagesStatistics
-from swarmnode.stages.network.crew_state import CrewStatistics
-from swarmnode.weights.local import WeightsReport
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import SupervisorStatistics
 from tests.support.snapshots import example
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
-def status(report):
-    own = StageStatus(
-        b"", 3, "loading", 1234, source="neighbour", source_seconds=12.34, tokens_per_second=12345.0
-    )
-    return NodeSnapshot(
-        node=NodeInfo(PEER),
-        trainer=TrainerStatistics(report=report),
-        rollouts=ExchangeStatistics(
-            published=12345,
-            admission=AdmissionStatistics(admitted=12345, rejected={"rate": 123456}),
-        ),
-        stages=StagesStatistics(crew=CrewStatistics(stage=3), own=own),
-    )
-
-
 def node(directory: Path, name: str, phase: str = "trying the policy") -> DemoNode:
     made = DemoNode(name, directory / name, {})
-    made.phase = phase
-    made.status = status(
-        Report(
-            "training",
-            step=1234,
-            reward_own=0.41234,
-            reward_external=0.40123,
-            reward_held_out_start=0.01234,
-            reward_held_out=0.45678,
-            reward_held_out_step=1230,
-            external_groups_total=12345,
-            weights=WeightsReport(exchanges_total=123),
-        )
-    )
+    made.phase, made.status = phase, example()
     return made
 
 
@@ -68,17 +34,9 @@ def lines(shown: object, width: int) -> list[str]:
 
 
 def sample(step: int, answer: str, reward: float, held_out: bool = True) -> bytes:
-    import msgspec
-
-    found = Sample(
-        1.0,
-        step,
-        step,
-        "chat/json_fields",
-        "Anna is 34.\nWrite JSON.",
-        [Answer(answer, 5, "eos", reward), Answer("another", 5, "eos", 0.0)],
-        held_out=held_out,
-    )
+    answers = [Answer(answer, 5, "eos", reward), Answer("another", 5, "eos", 0.0)]
+    asked = "chat/json_fields", "Anna is 34.\nWrite JSON."
+    found = Sample(1.0, step, step, *asked, answers, held_out=held_out)
     return msgspec.json.encode(found) + b"\n"
 
 
@@ -109,7 +67,7 @@ def test_node_is_down_only_after_its_process_ended(tmp_path, exit_code, answered
     one._process = SimpleNamespace(poll=lambda: exit_code)
     one.has_responded = answered
     one.poll()
-    assert (one.phase, one.report.step) == (phase, 1234)
+    assert (one.phase, one.report.step) == (phase, 250)
     assert any(phase in row for row in lines(table([one], "1 s", None, 80), 80))
 
 

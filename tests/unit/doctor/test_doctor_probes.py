@@ -1,10 +1,8 @@
 """Facts from real directories, sockets, keys and peers, and the whole command."""
 
-import http.server
 import json
 import os
 import socket
-import threading
 from dataclasses import replace
 
 import pytest
@@ -22,6 +20,7 @@ from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.policy.examine import examine
 from tests.support import snapshots
+from tests.support.answering import serving, whole
 from tests.support.hosts import host
 
 CPU = DeviceFacts(
@@ -114,27 +113,15 @@ def test_examines_the_port_of_the_first_start(tmp_path):
 
 
 def test_running_node_is_queried_over_http(tmp_path):
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(status_json(seen, History()))
-
-        def log_message(self, *args):
-            pass
-
     seen = snapshots.example()
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+    with serving(whole(status_json(seen, History()))) as url:
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "addresses.json").write_text(
-            json.dumps({"http": f"http://127.0.0.1:{server.server_port}"})
-        )
+        (tmp_path / "run" / "addresses.json").write_text(json.dumps({"http": url}))
         status = probes.status(tmp_path)
     assert probes.clock(status).offset == seen.swarm.clock_offset_seconds
-    assert probes.dialled_back(status) == DialBackFacts(
-        seen.network.nat.reach.verdict, "", len(seen.network.nat.client.relays)
-    )
+    nat = seen.network.nat
+    relays = len(nat.client.relays)
+    assert probes.dialled_back(status) == DialBackFacts(nat.reach.verdict, "", relays)
 
 
 def test_tries_only_known_free_ports(tmp_path):
@@ -156,12 +143,12 @@ def test_finds_gpus_on_the_bus_and_the_driver_version(tmp_path):
     assert probes.gpus(tmp_path) == ["amd", "nvidia"]
     assert probes.gpus(tmp_path / "none") == []
     version = tmp_path / "version"
-    version.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n"
-    )
-    assert probes.nvidia_driver(version) == "570.124.06"
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17\n")
-    assert probes.nvidia_driver(version) == "535.161.07"
+    for text, driver in (
+        ("NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build", "570.124.06"),
+        ("NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17", "535.161.07"),
+    ):
+        version.write_text(f"NVRM version: {text}\n")
+        assert probes.nvidia_driver(version) == driver
     assert probes.nvidia_driver(tmp_path / "absent") == ""
 
 
@@ -178,8 +165,8 @@ def test_the_policy_is_examined_without_its_weights():
 async def test_distinguishes_outcomes_of_bootstrap_peers(tmp_path):
     """Each bootstrap address has its own verdict: one answers, one has another key, one is no peer,
     and one does not exist."""
-    async with host(tmp_path / "peer") as network:
-        good = network.listen_addrs[0]
+    async with host(tmp_path / "peer") as peer:
+        good = peer.listen_addrs[0]
         other = load_or_create(tmp_path / "other.key").peer_id
         listener = await trio.open_tcp_listeners(0, host="127.0.0.1")
         async with trio.open_nursery() as nursery:
@@ -189,13 +176,8 @@ async def test_distinguishes_outcomes_of_bootstrap_peers(tmp_path):
                 unused.bind(("127.0.0.1", 0))
                 absent = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{other}"
                 wrong = good.rpartition("/")[0] + "/" + other
-                trial = probes.Trial(
-                    NetworkConfig(initial_peers=[good, wrong, silent, absent]),
-                    bytes(32),
-                    None,
-                    None,
-                    [],
-                )
+                network = NetworkConfig(initial_peers=[good, wrong, silent, absent])
+                trial = probes.Trial(network, bytes(32), None, None, [])
                 facts, dial_back = await trio.to_thread.run_sync(probes.peers, trial)
             nursery.cancel_scope.cancel()
     assert [fact.outcome for fact in facts] == ["ok", "wrong_peer", "no_handshake", "unreachable"]
@@ -222,18 +204,9 @@ def test_fresh_machine_passes_and_is_not_changed(tmp_path, on_cpu, capsys):
     assert doctor("--data-dir", tmp_path / "new", "--set", "http.port=0", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["exit_code"] == 0
-    assert {
-        "configuration",
-        "data directory",
-        "disk",
-        "key",
-        "port",
-        "http port",
-        "clock",
-        "bootstrap",
-        "device",
-        "model",
-    } <= {check["name"] for check in result["checks"]}
+    names = {check["name"] for check in result["checks"]}
+    assert {"configuration", "data directory", "disk", "key", "port", "http port"} <= names
+    assert {"clock", "bootstrap", "device", "model"} <= names
     assert not (tmp_path / "new").exists()
 
 

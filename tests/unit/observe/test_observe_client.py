@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import random
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,36 +17,10 @@ from swarmnode.errors import Unavailable
 from swarmnode.observe import client
 from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.status import fetch, render_or_fail
+from tests.support.answering import HEAD, Script, serving, whole
 from tests.support.snapshots import example, status_of
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MOVES = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e\u2066\u200b"
-Script = Callable[[socket.socket], None]
-
-
-@contextlib.contextmanager
-def serving(script: Script) -> Iterator[NodeAddress]:
-    """A server that does `script` with every connection, after it has read the request."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve(connection: socket.socket) -> None:
-            with connection, contextlib.suppress(OSError):
-                connection.recv(65536)
-                script(connection)
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = listener.accept()
-                    threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield NodeAddress(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def whole(body: bytes) -> Script:
-    return lambda to: to.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
 
 def drip(first: bytes, again: bytes) -> Script:
@@ -75,8 +47,8 @@ def drip(first: bytes, again: bytes) -> Script:
     ids=["silent", "status line", "header", "headers", "body", "chunks", "continue"],
 )
 def test_slow_server_times_out(script) -> None:
-    with serving(script) as place, pytest.raises(Unavailable, match="no complete answer"):
-        client.fetch_status(place, 1, seconds=0.5)
+    with serving(script) as url, pytest.raises(Unavailable, match="no complete answer"):
+        client.fetch_status(NodeAddress(url), 1, seconds=0.5)
 
 
 def test_endless_body_is_refused() -> None:
@@ -85,8 +57,8 @@ def test_endless_body_is_refused() -> None:
         while True:
             to.sendall(b"[" * 2**20)
 
-    with serving(endless) as place, pytest.raises(Unavailable, match="more than"):
-        client.fetch_status(place, 1, seconds=60)
+    with serving(endless) as url, pytest.raises(Unavailable, match="more than"):
+        client.fetch_status(NodeAddress(url), 1, seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +75,9 @@ def test_endless_body_is_refused() -> None:
     ids=lambda head: repr(head[:30]),
 )
 def test_invalid_answer_is_one_line(head, capsys) -> None:
-    with serving(lambda to: to.sendall(head)) as place:
+    with serving(lambda to: to.sendall(head)) as url:
         for command in (["status"], ["status", "--json"], ["status", "--watch"]):
-            assert cli.run([*command, "--url", place.url]) == Unavailable.exit_code
+            assert cli.run([*command, "--url", url]) == Unavailable.exit_code
     shown = capsys.readouterr()
     assert not shown.out
     assert len(shown.err.splitlines()) == 3
@@ -125,8 +97,8 @@ def test_invalid_answer_is_one_line(head, capsys) -> None:
     ids=lambda body: repr(body[:40]),
 )
 def test_other_json_is_one_line(body, capsys) -> None:
-    with serving(whole(body)) as place:
-        assert cli.run(["status", "--url", place.url]) == Unavailable.exit_code
+    with serving(whole(body)) as url:
+        assert cli.run(["status", "--url", url]) == Unavailable.exit_code
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -174,16 +146,16 @@ def test_every_shown_text_is_escaped(capsys) -> None:
             return [hostile(each) for each in value]
         return f"{value[:3]}{MOVES}[red]" if isinstance(value, str) else value
 
-    with serving(whole(json.dumps(hostile(status_of(example()))).encode())) as place:
-        assert cli.run(["status", "--url", place.url]) == 0
-        assert cli.run(["status", "--json", "--url", place.url]) == 0
+    with serving(whole(json.dumps(hostile(status_of(example()))).encode())) as url:
+        assert cli.run(["status", "--url", url]) == 0
+        assert cli.run(["status", "--json", "--url", url]) == 0
     shown = capsys.readouterr().out
     assert "[red]" in shown
     assert all(character.isprintable() or character in "\n\u202f" for character in shown)
 
 
 def test_unexpected_node_is_refused() -> None:
-    with serving(whole(json.dumps(status_of(example())).encode())) as place:
-        assert fetch(NodeAddress(place.url, example().node.peer))["ready"]["ok"]
+    with serving(whole(json.dumps(status_of(example())).encode())) as url:
+        assert fetch(NodeAddress(url, example().node.peer))["ready"]["ok"]
         with pytest.raises(Unavailable, match="another node answers"):
-            fetch(NodeAddress(place.url, "12D3KooWsomebodyelse"))
+            fetch(NodeAddress(url, "12D3KooWsomebodyelse"))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 
 import pytest
 import structlog
@@ -12,19 +11,7 @@ from swarmnode.observe import logfile
 from swarmnode.observe.logfile import LogTail, last_line, log_file, parse
 from swarmnode.observe.logs import configure
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in root.handlers:
-        if handler not in handlers:
-            handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def fail() -> None:

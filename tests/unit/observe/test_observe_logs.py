@@ -4,32 +4,15 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from swarmnode.config import LogConfig
 from swarmnode.observe.logfile import LogTail, log_file
-from swarmnode.observe.logs import BURST, MAX_TEXT, NOISY, REFILL_SECONDS, NoiseFilter, configure
+from swarmnode.observe.logs import BURST, MAX_TEXT, REFILL_SECONDS, NoiseFilter, configure
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level, levels = (
-        list(root.handlers),
-        root.level,
-        {name: logging.getLogger(name).level for name in NOISY},
-    )
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for name, was in levels.items():
-        logging.getLogger(name).setLevel(was)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 class Terminal(io.StringIO):
@@ -37,59 +20,45 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
 def lines(stream: io.StringIO) -> list[dict]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_all_libraries_write_the_same_lines() -> None:
-    stream = io.StringIO()
+def test_all_libraries_write_the_same_lines(stream) -> None:
     configure(LogConfig(), "network", stream)
     structlog.contextvars.bind_contextvars(round=3)
     structlog.get_logger("swarmnode.daemon.node").info("step finished", step=4)
     logging.getLogger("libp2p.host").warning("stream %s failed", 7)
     ours, theirs = lines(stream)
-    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == (
-        "step finished",
-        4,
-        "swarmnode.daemon.node",
-        "info",
-    )
-    assert (theirs["event"], theirs["logger"], theirs["level"]) == (
-        "stream 7 failed",
-        "libp2p.host",
-        "warning",
-    )
+    of = lambda line: [line[key] for key in ("level", "logger", "event")]
+    assert of(ours) == ["info", "swarmnode.daemon.node", "step finished"]
+    assert of(theirs) == ["warning", "libp2p.host", "stream 7 failed"]
     assert ours.keys() - {"step"} == theirs.keys()
-    assert (ours["round"], ours["component"]) == (3, "network")
+    assert (ours["round"], ours["component"], ours["step"]) == (3, "network", 4)
     assert list(ours)[:5] == ["timestamp", "level", "component", "logger", "event"]
 
 
 @pytest.mark.parametrize("key", ["private_key", "hf_token", "Authorization"])
-def test_secrets_are_blanked_by_key(key, tmp_path) -> None:
-    stream = io.StringIO()
+def test_secrets_are_blanked_by_key(key, tmp_path, stream) -> None:
     configure(LogConfig(), "network", stream, tmp_path)
     structlog.get_logger("swarmnode").warning("opened", **{key: "hunter2"}, nested={key: "hunter2"})
     assert "hunter2" not in stream.getvalue() + log_file(tmp_path, "network").read_text()
     assert "opened" in stream.getvalue()
 
 
-def test_token_counts_are_not_secrets() -> None:
-    stream = io.StringIO()
+def test_token_counts_are_not_secrets(stream) -> None:
     configure(LogConfig(), "trainer", stream)
-    structlog.get_logger("swarmnode").info(
-        "step", tokens=5, tokens_per_second=2.5, token_ids=[1, 2], tokenizer="abc"
-    )
-    line = lines(stream)[0]
-    assert (line["tokens"], line["tokens_per_second"], line["token_ids"], line["tokenizer"]) == (
-        5,
-        2.5,
-        [1, 2],
-        "abc",
-    )
+    counts = {"tokens": 5, "tokens_per_second": 2.5, "token_ids": [1, 2], "tokenizer": "abc"}
+    structlog.get_logger("swarmnode").info("step", **counts)
+    assert lines(stream)[0].items() >= counts.items()
 
 
-def test_secrets_are_blanked_in_text_and_tracebacks(tmp_path) -> None:
-    stream = io.StringIO()
+def test_secrets_are_blanked_in_text_and_tracebacks(tmp_path, stream) -> None:
     configure(LogConfig(), "trainer", stream, tmp_path)
     key = "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2Vw\n-----END PRIVATE KEY-----"
     try:
@@ -101,8 +70,9 @@ def test_secrets_are_blanked_in_text_and_tracebacks(tmp_path) -> None:
     assert not any(secret in written for secret in ("aaaa", "bbbb", "MC4CAQ"))
 
 
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "json"])
-def test_peer_text_cannot_fake_a_log_line(stream, tmp_path) -> None:
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_peer_text_cannot_fake_a_log_line(kind, tmp_path) -> None:
+    stream = kind()
     configure(LogConfig(), "network", stream, tmp_path)
     evil = "x\x1b[2J\n12:00:00 [info] all is well\u202e\x9b"
     structlog.get_logger("swarmnode").warning(f"bad {evil}", agent=evil)
@@ -119,8 +89,7 @@ def test_peer_text_cannot_fake_a_log_line(stream, tmp_path) -> None:
     assert len([line for line in written.splitlines() if "agent" in line]) == 1
 
 
-def test_long_values_and_bytes_are_cut() -> None:
-    stream = io.StringIO()
+def test_long_values_and_bytes_are_cut(stream) -> None:
     configure(LogConfig(), "network", stream)
     structlog.get_logger("swarmnode").info(
         "got", frame=b"\x00" * 10_000, text="y" * 100_000, many=list(range(1000))

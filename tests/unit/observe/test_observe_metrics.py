@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,6 +28,10 @@ def scrape(snapshot: NodeSnapshot) -> dict[str, dict[tuple[str, ...], float]]:
         for sample in family.samples:
             found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
     return found
+
+
+def scrape_report(**values) -> dict[str, dict[tuple[str, ...], float]]:
+    return scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(**values))))
 
 
 def test_every_row_has_a_sample_in_the_example() -> None:
@@ -61,12 +65,10 @@ def test_stalls_are_not_counted_as_ended() -> None:
 
 
 def test_disconnected_trainer_is_a_phase() -> None:
-    s = example()
-    gone = msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False))
+    s, empty = example(), NodeSnapshot()
+    gone = replace(s, trainer=replace(s.trainer, connected=False))
     assert scrape(gone)["swarmnode_trainer_phase"] == {("disconnected",): 1}
-    helper = msgspec.structs.replace(
-        NodeSnapshot(), node=msgspec.structs.replace(NodeSnapshot().node, trainer=False)
-    )
+    helper = replace(empty, node=replace(empty.node, trainer=False))
     assert "swarmnode_trainer_phase" not in scrape(helper)
 
 
@@ -79,22 +81,13 @@ def test_one_metric_has_all_dropped_items() -> None:
 
 
 def test_unmeasured_values_have_no_series() -> None:
-    snapshot = NodeSnapshot(
-        trainer=TrainerStatistics(
-            report=Report(phase="training", step=3, reward_own=0.5, held_out_questions="1f0c2a77")
-        )
-    )
-    scraped = scrape(snapshot)
+    scraped = scrape_report(phase="training", reward_own=0.5, held_out_questions="1f0c2a77")
     assert scraped["swarmnode_reward"] == {("1f0c2a77", "own"): 0.5}
 
 
 def test_loading_trainer_does_not_reset_counters() -> None:
-    assert "swarmnode_steps_total" not in scrape(
-        NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="loading")))
-    )
-    assert scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="generating"))))[
-        "swarmnode_steps_total"
-    ] == {(): 0}
+    assert "swarmnode_steps_total" not in scrape_report(phase="loading")
+    assert scrape_report(phase="generating")["swarmnode_steps_total"] == {(): 0}
 
 
 def test_peer_ids_are_in_the_info_metric_only() -> None:
@@ -107,42 +100,28 @@ def test_peer_ids_are_in_the_info_metric_only() -> None:
 
 def test_odd_and_surplus_labels_become_other() -> None:
     many = {f"/p/{i}": 1 for i in range(1000)} | {"\n# HELP evil": 5}
-    scraped = scrape(
-        NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many)))
-    )["swarmnode_network_bytes_total"]
+    network = NetworkStatistics(traffic=TrafficStatistics(received=many))
+    scraped = scrape(NodeSnapshot(network=network))["swarmnode_network_bytes_total"]
     assert len(scraped) <= MAX_SERIES + 2
     assert sum(scraped.values()) == 1005
     assert all(LABEL_VALUE.fullmatch(value) for labels in scraped for value in labels)
 
 
 def test_failed_rewards_are_summed_by_task_from_zero() -> None:
-    s = example()
-    report = msgspec.structs.replace(s.trainer.report, reward_errors={"rg/gcd": 2})
-    failing = msgspec.structs.replace(
-        s,
-        scorer=ScorerStatistics(reward_errors={"rg/gcd": 1}),
-        trainer=msgspec.structs.replace(s.trainer, report=report),
-    )
+    s, scorer = example(), ScorerStatistics(reward_errors={"rg/gcd": 1})
+    report = replace(s.trainer.report, reward_errors={"rg/gcd": 2})
+    failing = replace(s, scorer=scorer, trainer=replace(s.trainer, report=report))
     assert scrape(failing)["swarmnode_reward_errors_total"] == {
         (name,): 3 * (name == "rg/gcd") for name in s.node.tasks
     }
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
-    scraped = scrape(
-        NodeSnapshot(
-            rollouts=ExchangeStatistics(pool=PoolStatistics(staleness={0: 3, 1: 2, 7: 1, 20: 1}))
-        )
-    )
+    pool = PoolStatistics(staleness={0: 3, 1: 2, 7: 1, 20: 1})
+    scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(pool=pool)))
     buckets = scraped["swarmnode_rollout_staleness_versions_bucket"]
-    assert buckets == {
-        ("0.0",): 3,
-        ("1.0",): 5,
-        ("2.0",): 5,
-        ("4.0",): 5,
-        ("8.0",): 6,
-        ("+Inf",): 7,
-    }
+    counts = {"0.0": 3, "1.0": 5, "2.0": 5, "4.0": 5, "8.0": 6, "+Inf": 7}
+    assert buckets == {(bound,): count for bound, count in counts.items()}
     assert scraped["swarmnode_rollout_staleness_versions_sum"] == {(): 29}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import httpx
@@ -29,16 +30,8 @@ MOVING = list("\x1b\x07\x08\r\x9b\u202e\u2066\u2069\u200b\u00ad\ufeff\u2028\U000
 
 
 def sample(step=7, text="17", peer="", **more) -> Sample:
-    return Sample(
-        1000.0,
-        step,
-        3,
-        "rg/gcd",
-        "gcd of 51 and 34?",
-        [Answer(text, 2, "eos", 1.0, surprise=0.25)],
-        peer=peer,
-        **more,
-    )
+    answers = [Answer(text, 2, "eos", 1.0, surprise=0.25)]
+    return Sample(1000.0, step, 3, "rg/gcd", "gcd of 51 and 34?", answers, peer=peer, **more)
 
 
 def keep(data_dir, kept, name="samples.jsonl") -> None:
@@ -84,15 +77,8 @@ def test_reads_are_bounded(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_page_gets_short_escaped_samples(text) -> None:
-    hostile = Sample(
-        1.0,
-        1,
-        1,
-        "rg/gcd",
-        text,
-        [Answer(text, 2, "eos", 1.0, {text[:40]: 1.0})] * 4,
-        peer=PEERS[0],
-    )
+    answers = [Answer(text, 2, "eos", 1.0, {text[:40]: 1.0})] * 4
+    hostile = Sample(1.0, 1, 1, "rg/gcd", text, answers, peer=PEERS[0])
     given = samples.for_page([hostile] * samples.PAGE_GROUPS)
     assert len(given) < 700_000
     assert not any(moving in given.decode() for moving in MOVING)
@@ -101,9 +87,7 @@ def test_page_gets_short_escaped_samples(text) -> None:
 async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
     keep(tmp_path, [sample(step) for step in range(20)])
     async with trio.open_nursery() as nursery:
-        start = lambda task_status: serve_http(
-            HttpConfig(port=0), example, data_dir=tmp_path, task_status=task_status
-        )
+        start = functools.partial(serve_http, HttpConfig(port=0), example, data_dir=tmp_path)
         url = await nursery.start(start)
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             served = (await client.get(f"{url}/samples")).json()
@@ -115,11 +99,8 @@ def test_command_shows_author_and_rewards(tmp_path, capsys) -> None:
     keep(tmp_path, [sample(1), sample(2, "five", PEERS[1], outcome="surprise")])
     assert cli.run(["samples", "-d", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    peers, own = (
-        out.index(f"…{PEERS[1][-6:]}, refused: surprise"),
-        out.index("own · rg/gcd · step 1, policy version 3"),
-    )
-    assert peers < own
+    peers = out.index(f"…{PEERS[1][-6:]}, refused: surprise")
+    assert peers < out.index("own · rg/gcd · step 1, policy version 3")
     assert "reward 1.00 surprise 0.25" in out
     assert "gcd of 51 and 34?" in out
     assert cli.run(["samples", "-d", str(tmp_path / "none")]) == 0

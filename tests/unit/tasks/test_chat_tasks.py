@@ -2,14 +2,21 @@
 
 import pytest
 
-from swarmnode.tasks import chat
+from swarmnode.tasks import builtin, chat
+from swarmnode.tasks.registry import TASKS
 from swarmnode.tasks.seeds import evaluation_seed
 
 
-@pytest.mark.parametrize("name", chat.GENERATORS)
-def test_prompts_are_ascii_and_right_answers_earn(name):
+def builtin_item(name):
+    return lambda seed: builtin.GENERATORS[name](seed, **TASKS[f"builtin/{name}"].settings)
+
+
+@pytest.mark.parametrize(
+    "make", [*chat.GENERATORS.values(), *map(builtin_item, builtin.GENERATORS)]
+)
+def test_prompts_are_ascii_and_right_answers_earn(make):
     for address in range(300):
-        item = chat.GENERATORS[name](address)
+        item = make(address)
         assert item.prompt.isascii()
         assert item.reward(item.answer) == 1.0
         assert item.reward("") == 0.0

@@ -52,28 +52,25 @@ def test_nonsense_is_an_error_and_never_a_reward(value) -> None:
     assert scored.error
 
 
-def test_all_answers_of_a_question_have_the_same_components() -> None:
-    names = {"one": {"a": 1.0}, "two": {"b": 1.0}, "three": {"a": 0.5}}
-    scored = judge(
-        frames.Question("own:task", 0, 0, list(names)),
-        lambda *_: Item("?", "", lambda text: names[text]),
-    )
-    assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.5], 1)
-    assert scored.components == [{"a": 1.0}, {}, {"a": 0.5}]
-
-
-def test_a_component_may_apply_to_some_answers_only() -> None:
-    said = {
-        "one": {"a": 1.0, "b": None},
-        "two": {"a": None, "b": None},
-        "three": {"a": 0.0, "b": 0.5},
-    }
-    scored = judge(
-        frames.Question("own:task", 0, 0, list(said)),
-        lambda *_: Item("?", "", lambda text: said[text]),
-    )
-    assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.25], 0)
-    assert scored.components == [{"a": 1.0}, {}, {"a": 0.0, "b": 0.5}]
+@pytest.mark.parametrize(
+    ("said", "rewards", "errors", "components"),
+    [
+        ([{"a": 1.0}, {"b": 1.0}, {"a": 0.5}], [1.0, 0.0, 0.5], 1, [{"a": 1.0}, {}, {"a": 0.5}]),
+        # a component may apply to some answers only
+        (
+            [{"a": 1.0, "b": None}, {"a": None, "b": None}, {"a": 0.0, "b": 0.5}],
+            [1.0, 0.0, 0.25],
+            0,
+            [{"a": 1.0}, {}, {"a": 0.0, "b": 0.5}],
+        ),
+    ],
+)
+def test_all_answers_of_a_question_have_the_same_components(
+    said, rewards, errors, components
+) -> None:
+    question = frames.Question("own:task", 0, 0, ["0", "1", "2"])
+    scored = judge(question, lambda *_: Item("?", "", lambda text: said[int(text)]))
+    assert (scored.rewards, scored.errors, scored.components) == (rewards, errors, components)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "much"])

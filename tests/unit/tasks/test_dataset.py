@@ -167,38 +167,19 @@ def test_answers_are_read_as_what_they_mean_or_refused(tmp_path, answer, value, 
         assert scorer.score(ref(), texts).rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+LONG = [*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}]
+
+
 @pytest.mark.parametrize(
     ("rows", "settings", "problem"),
     [
-        (
-            ROWS,
-            {"prompt": "question"},
-            (
-                r"row 1 has no column 'question', only answer, note, prompt: set prompt to one of"
-                r" these"
-            ),
-        ),
-        (
-            [*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}],
-            {},
-            r"row 6: its prompt has 70000 characters, more than 65536",
-        ),
-        (
-            [{"prompt": "a", "answer": "none"}],
-            {},
-            r"row 1: verifier 'numeric' cannot use the answer 'none': there is no number in it",
-        ),
-        ([ROWS[0]], {}, r"1 different rows are too few"),
-        (
-            ROWS,
-            {"verifier": "nummeric"},
-            (
-                r"verifier is 'nummeric', not one of exact, numeric, choice, boxed, math,"
-                r" json or <module>:<function>"
-            ),
-        ),
-        (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
-        (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
+        (ROWS, {"prompt": "question"}, "row 1 has no column 'question', only answer, note, prompt"),
+        (LONG, {}, "row 6: its prompt has 70000 characters, more than 65536"),
+        ([{"prompt": "a", "answer": "none"}], {}, "cannot use the answer 'none': there is no numb"),
+        ([ROWS[0]], {}, "1 different rows are too few"),
+        (ROWS, {"verifier": "nummeric"}, "verifier is 'nummeric', not one of exact, numeric, choi"),
+        (ROWS, {"template": "Answer!"}, "template does not contain {prompt}"),
+        (ROWS, {"source": "openai/gsm8k"}, "openai/gsm8k is a name on the Hub: set revision"),
     ],
 )
 def test_dataset_error_is_one_line_with_a_remedy(tmp_path, rows, settings, problem):
@@ -411,10 +392,7 @@ def test_member_without_the_dataset_gets_an_error(tmp_path):
 
 REWARDS = """
 def lengths(prompts, completions, answer, note, **columns):
-    return [
-        1.0 if len(text) == n else None if text == "pass" else 0.25
-        for text, n in zip(completions, note)
-    ]
+    return [1.0 if len(text) == n else None for text, n in zip(completions, note)]
 
 def broken(prompts, completions, **columns):
     return [1.0, 1.0]
@@ -427,6 +405,7 @@ def both(prompts, completions, answer, **columns):
 def moody(prompts, completions, **columns):
     failing = 1 / 0 if completions == ["raise"] else 0
     rewards = {"raise": failing, "nan": [float("nan")], "much": [3], "two": [0.5, 0.5]}
+    rewards["none"] = [None]
     return rewards.get(completions[0], [0.5])
 
 def trls(completions, *, question, solution, level, tests, log_metric, log_extra, prompts):
@@ -514,29 +493,13 @@ def rewards(tmp_path, monkeypatch):
     return folder / "rewards_of_mine.py"
 
 
-def test_trl_reward_function_receives_all_columns(tmp_path, rewards):
-    installed(tmp_path, verifier="rewards_of_mine:lengths")
-    with Scorer() as scorer:
-        note = number_of(scorer.score(ref(), []).prompt)
-        assert scorer.score(ref(), ["x" * note, "x" * (note + 1), "pass"]).rewards == [
-            1.0,
-            0.25,
-            0.0,
-        ]
-    version = registry.task_version(NAME)
-    rewards.write_text(REWARDS + "# another byte\n")
-    installed(tmp_path, verifier="rewards_of_mine:lengths")
-    assert registry.task_version(NAME) != version
+def case_of(number):
+    return {"in": number, "out": None}
 
 
 def test_reward_functions_get_what_trl_gives(tmp_path, rewards):
     rows = [
-        {
-            "question": f"What is {i} ?",
-            "solution": [str(i)],
-            "level": i,
-            "tests": [{"in": i, "out": None}],
-        }
+        {"question": f"What is {i} ?", "solution": [str(i)], "level": i, "tests": [case_of(i)]}
         for i in range(20)
     ]
     columns = {"prompt": "question", "answer": "solution", "template": "Q: {prompt}"}
@@ -584,12 +547,13 @@ def test_broken_reward_function_is_one_line(tmp_path, rewards, function, problem
         pass
 
 
-def test_reward_weights_are_part_of_the_task_version(tmp_path, rewards):
+def test_code_and_weights_of_a_reward_are_part_of_the_version(tmp_path, rewards):
     versions = set()
-    for weights in ({}, {"correct": 3.0}):
+    for weights, code in (({}, ""), ({}, "# another byte\n"), ({"correct": 3.0}, "")):
+        rewards.write_text(REWARDS + code)
         installed(tmp_path, verifier="rewards_of_mine:both", weights=weights)
         versions.add(registry.task_version(NAME))
-    assert len(versions) == 2
+    assert len(versions) == 3
     with Scorer() as scorer:
         scored = scorer.score(ref(), ["right", "much too long", "no", "x" * 90_000])
     assert scored.rewards == [1.0, 0.0, 0.25, 0.0]
@@ -599,26 +563,24 @@ def test_reward_weights_are_part_of_the_task_version(tmp_path, rewards):
         {"correct": 0.0, "short": 1.0},
         {},
     ]
-    with pytest.raises(
-        ConfigError,
-        match="weights are for the components of a reward, which only an own reward function",
-    ):
+    with pytest.raises(ConfigError, match="weights are for the components of a reward"):
         installed(tmp_path, weights={"correct": 2.0})
 
 
 def test_failed_reward_costs_one_answer_and_is_named(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:moody")
     with Scorer() as scorer:
-        problems = {
-            "raise": "ZeroDivisionError: division by zero (rewards_of_mine.py:",
-            "nan": "a reward of nan",
-            "much": "3.0",
-        }
-        problems["two"] = "returned 2 rewards"
-        for text, problem in problems.items():
+        for text, problem in (
+            ("raise", "ZeroDivisionError: division by zero (rewards_of_mine.py:"),
+            ("nan", "a reward of nan"),
+            ("much", "3.0"),
+            ("two", "returned 2 rewards"),
+        ):
             scored = scorer.score(ref(), ["fine", text])
             assert (scored.rewards, scored.errors) == ([0.5, 0.0], 1)
             assert problem in scored.error
+        scored = scorer.score(ref(), ["fine", "none"])
+        assert (scored.rewards, scored.errors) == ([0.5, 0.0], 0)
 
 
 def test_a_refusal_that_the_function_swallows_is_reported(tmp_path, rewards):

@@ -136,15 +136,8 @@ def test_server_gives_question_and_rewards(tmp_path, server):
         assert prompt.startswith("What is ")
         assert prompt.endswith(" plus 1? Say it.")
         right = right_of(prompt)
-        scored = scorer.score(
-            ref(),
-            [
-                f"I think <answer>{right}</answer>",
-                "<answer>no</answer>",
-                "<answer>raise</answer>",
-                "x" * 10**6,
-            ],
-        )
+        texts = [f"<answer>{each}</answer>" for each in (right, "no", "raise")]
+        scored = scorer.score(ref(), [f"I think {texts[0]}", *texts[1:], "x" * 10**6])
         assert (scored.prompt, scored.rewards, scored.errors) == (prompt, [1.0, 0.0, 0.0, 0.0], 1)
         assert "step was refused: cannot do that" in scored.error
         assert scorer.statistics().reward_errors == {NAME: 1}
@@ -161,20 +154,14 @@ def test_server_episode_is_replayed_from_its_start(tmp_path, server):
         right = right_of(prompt)
         count = [str(number) for number in range(1, int(right) + 1)]
         scored = scorer.score(
-            ref(), [count, [right, "1"], [], ["99"], ["99", "raise"], ["x" * 5000]]
+            ref(), [count, [right, "1"], [], ["99"], ["99", "raise"], ["x" * 5000], ["99"] * 14]
         )
-        assert scored.rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert scored.rewards == [1.0, 1.0] + [0.0] * 5
         assert scored.episodes[0].observations == ["higher"] * (int(right) - 1) + ["right"]
-        assert [each.done for each in scored.episodes] == [True, True, False, False, True, True]
-        assert len(scored.episodes[1].observations) == 1
+        done = [True, True, False, False, True, True, True]
+        assert [each.done for each in scored.episodes] == done
+        assert [len(scored.episodes[at].observations) for at in (1, 6)] == [1, 12]
         assert (scored.errors, "step was refused: cannot do that" in scored.error) == (1, True)
-
-
-def test_an_episode_without_end_ends_at_its_last_turn(tmp_path, server):
-    installed(tmp_path, f"{server}/endless", turns=4)
-    with Scorer() as scorer:
-        (episode,) = scorer.score(ref(), [["5"] * 9]).episodes
-    assert (len(episode.observations), episode.done) == (4, True)
 
 
 def test_lost_server_costs_the_questions_of_a_call(tmp_path, server):
@@ -279,18 +266,8 @@ def test_servers_with_equal_questions_are_one_task(tmp_path, server):
     ("name", "source", "settings", "problem"),
     [
         (NAME, "/moody", {}, "the same seed gave two questions: reset must draw everything"),
-        (
-            NAME,
-            "/sums",
-            {"prompt": "prompt"},
-            "its observation has no field 'prompt', only text, turn",
-        ),
-        (
-            NAME,
-            "/sums",
-            {"verifier": "numeric", "held_out": 0.2},
-            "held_out, verifier: not a setting of an environment",
-        ),
+        (NAME, "/sums", {"prompt": "prompt"}, "observation has no field 'prompt', only text, turn"),
+        (NAME, "/sums", {"verifier": "numeric", "held_out": 0.2}, "held_out, verifier: not a"),
         (NAME, "ws://127.0.0.1:1", {}, "Connection refused"),
         (NAME, "ws://me:password@127.0.0.1:1", {}, "is not the URL of a server"),
         ("data/sums", "/sums", {}, "and no other task, is named env/<name>"),
@@ -299,13 +276,9 @@ def test_servers_with_equal_questions_are_one_task(tmp_path, server):
 def test_environment_errors_are_one_line_before_the_start(
     tmp_path, server, name, source, settings, problem
 ):
+    url = f"{server}{source}" if source.startswith("/") else source
     with pytest.raises(ConfigError, match=problem) as raised:
-        installed(
-            tmp_path,
-            f"{server}{source}" if source.startswith("/") else source,
-            name=name,
-            **settings,
-        )
+        installed(tmp_path, url, name=name, **settings)
     assert "\n" not in str(raised.value)
     assert name in str(raised.value)
     assert not list(tmp_path.glob("datasets/*"))
@@ -327,23 +300,17 @@ def test_tls_server_needs_a_trusted_certificate(tmp_path, servers, certificate, 
 @pytest.mark.parametrize(
     ("named", "problem"),
     [
-        (
-            "https://localhost",
-            "certificate is not valid for 'localhost'.*; name the server as its certificate does",
-        ),
-        ("http://127.0.0.1", "closed|reset|HTTP"),
+        ("https://localhost:{tls}", "certificate is not valid for 'localhost'.*; name the server"),
+        ("http://127.0.0.1:{tls}", "closed|reset|HTTP"),
+        ("wss://127.0.0.1:{plain}", "for a server without TLS use http:// or ws://"),
     ],
 )
 def test_tls_errors_are_one_line(tmp_path, servers, certificate, monkeypatch, named, problem):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    plain, tls = (url.rpartition(":")[2] for url in servers)
     with pytest.raises(ConfigError, match=problem) as raised:
-        installed(tmp_path, f"{named}:{servers[1].rpartition(':')[2]}/sums")
+        installed(tmp_path, f"{named.format(plain=plain, tls=tls)}/sums")
     assert "\n" not in str(raised.value)
-
-
-def test_tls_error_names_the_remedy(tmp_path, server):
-    with pytest.raises(ConfigError, match=r"for a server without TLS use http:// or ws://"):
-        installed(tmp_path, f"{server.replace('ws://', 'wss://')}/sums")
 
 
 def test_only_a_private_swarm_may_have_one(tmp_path, server):

@@ -14,7 +14,7 @@ from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, episodes, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
-from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question
+from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Question
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed, is_evaluation
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer, score_one
@@ -51,12 +51,6 @@ def echo(seed: int):
             raise ValueError("no such move")
         if word == "leave":
             raise SystemExit(3)
-        if word == "bytes":
-            return b"text", 0.0, False
-        if word == "pair":
-            return "text", 0.0
-        if word == "maybe":
-            return "text", 0.0, "maybe"
         if word == "spin":
             while True:
                 pass
@@ -73,8 +67,6 @@ def echo(seed: int):
             return "ä" * 4000, 0.0, False
         if word == "page":
             return "y" * 4000, 0.0, False
-        if word == "say":
-            return rest, 0.0, False
         if word == "earn":
             return "earned", float(rest), False
         if word == "parts":
@@ -182,16 +174,11 @@ async def test_the_network_process_replays_the_same(games):
     assert found == expected
 
 
-def test_episode_ends_at_its_last_turn(echo):
-    scored = play(echo, ["a"] * 8, ["a"] * 7, ["a"] * 20)
-    assert scored.rewards == [pytest.approx(0.8), 0.0, pytest.approx(0.8)]
-    assert [len(episode.observations) for episode in scored.episodes] == [8, 7, 8]
-    assert [episode.done for episode in scored.episodes] == [True, False, True]
-
-
-def test_actions_after_the_end_are_not_taken(echo):
-    (episode,) = play(echo, ["end 1", "a", "a"]).episodes
-    assert episode == Episode(["over"], True)
+def test_no_action_is_taken_after_the_end_or_the_last_turn(echo):
+    scored = play(echo, ["a"] * 8, ["a"] * 7, ["a"] * 20, ["end 1", "a", "a"])
+    assert scored.rewards == [pytest.approx(0.8), 0.0, pytest.approx(0.8), 1.0]
+    assert [len(episode.observations) for episode in scored.episodes] == [8, 7, 8, 1]
+    assert [episode.done for episode in scored.episodes] == [True, False, True, True]
 
 
 def test_step_rewards_add_up_to_at_most_1(echo):
@@ -238,8 +225,8 @@ def test_hanging_environment_costs_its_question(echo):
 
 
 def test_an_observation_is_cut_and_a_long_episode_ends(echo):
-    scored = play(echo, ["flood", "end 1"], ["page"] * 8, ["umlauts"])
-    flooded, pages, umlauts = scored.episodes
+    scored = play(echo, ["flood", "end 1"], ["page"] * 8, ["umlauts"], ["print", "end 1"])
+    flooded, pages, umlauts, _ = scored.episodes
     assert len(flooded.observations[0].encode()) == OBSERVATION_BYTES
     assert flooded.observations[0].endswith("[cut]")
     assert scored.rewards[0] == 1.0
@@ -247,6 +234,8 @@ def test_an_observation_is_cut_and_a_long_episode_ends(echo):
     assert pages.done
     assert sum(len(text.encode()) for text in pages.observations) == EPISODE_BYTES
     assert umlauts.observations[0].endswith("ä\n[cut]")
+    assert scored.rewards[3] == 1.0, "what it prints is discarded"
+    assert echo.statistics().failures == 0
 
 
 def test_control_characters_go_and_special_tokens_stay(echo):
@@ -263,11 +252,6 @@ def test_control_characters_go_and_special_tokens_stay(echo):
     scored = player.play(Task(), question)
     assert scored.prompt == "Begin"
     assert scored.episodes[0].observations == ["red a\nb\tc <|im_end|> \u00e9"]
-
-
-def test_environment_output_is_discarded(echo):
-    assert play(echo, ["print", "end 1"]).rewards == [1.0]
-    assert echo.statistics().failures == 0
 
 
 def test_too_long_action_ends_the_episode(echo):
@@ -413,18 +397,12 @@ def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (configuration,) = re.findall(r"```toml\n# guess.toml\n(.*?)```", text, re.DOTALL)
-    for name, begins in (
-        ("games", "def guess("),
-        ("riddles", "def riddle("),
-        ("shop", "class Shop"),
-    ):
+    begin = {"games": "def guess(", "riddles": "def riddle(", "shop": "class Shop"}
+    for name, begins in begin.items():
         (block,) = (block for block in blocks if begins in block)
         (tmp_path / f"{name}.py").write_text(block)
-    (tmp_path / "riddles.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"{n}?", "answer": "a", "hint": "b"}) + "\n" for n in range(20)
-        )
-    )
+    row = lambda n: json.dumps({"prompt": f"{n}?", "answer": "a", "hint": "b"}) + "\n"
+    (tmp_path / "riddles.jsonl").write_text("".join(map(row, range(20))))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
     told = tomllib.loads(configuration)["task"]

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.swarm import manifest, requirements
-from swarmnode.tasks import determinism, registry, sandbox
+from swarmnode.tasks import determinism, registry
 from swarmnode.tasks.client import Scorer, check_tasks
 from swarmnode.tasks.games import GAMES
 from swarmnode.tasks.seeds import evaluation_seed
@@ -43,7 +43,6 @@ def test_game_runs_in_the_whole_sandbox(gymnasium, named):
     with Scorer() as scorer:
         first = scorer.score(ref(task), [["right"] * 5, ["down"]])
         assert set(scorer.statistics().layers) >= {"env", "rlimits", "audit"}
-        assert len(scorer.statistics().layers) <= len(sandbox.LAYERS)
     registry.task_version.cache_clear()
     assert registry.task_version(task) == version
     with Scorer() as scorer:

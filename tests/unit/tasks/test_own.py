@@ -131,14 +131,8 @@ def test_no_process_but_the_scorer_runs_it(package):
     (package / "words.py").write_text("raise SystemExit('imported')\n")
     installed(NAME)
     registry.check_names([NAME])
-    assert (
-        manifest.draft(
-            Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], manifest.Terms(1)
-        )
-        .tasks[0]
-        .id
-        == NAME
-    )
+    config = Config.model_validate({"task": {"names": [NAME]}})
+    assert manifest.draft(config, bytes(32), [], manifest.Terms(1)).tasks[0].id == NAME
     assert not any(name.startswith("letters_of_mine") for name in sys.modules)
 
 
@@ -184,14 +178,8 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
 )
 def test_broken_task_is_one_line_at_start(package, tmp_path, capsys, function, says):
     task = f"letters_of_mine.words:{function}"
-    options = [
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--set",
-        f'task.modules=["{task}"]',
-        "--set",
-        f'task.names=["{task}"]',
-    ]
+    named = (f"--set=task.{key}=[{json.dumps(task)}]" for key in ("modules", "names"))
+    options = ["--data-dir", str(tmp_path / "data"), *named]
     assert cli.run(["run", *options]) == 78
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -267,32 +255,17 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
 
 
 def test_missing_module_does_not_stop_key_commands(package, tmp_path, capsys):
-    settings = [
-        "--set",
-        f'task.modules=["{NAME}"]',
-        "--set",
-        f'task.settings={{"{NAME}" = {{length = 3}}}}',
-    ]
-    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), *settings]) == 0
+    given = ["--data-dir", str(tmp_path), f'--set=task.modules=["{NAME}"]']
+    given += [f'--set=task.settings={{"{NAME}" = {{length = 3}}}}']
+    assert cli.run(["config", "show", "--json", *given]) == 0
     assert json.loads(capsys.readouterr().out)["task.settings"]["value"] == {NAME: {"length": 3}}
     (tmp_path / "c.toml").write_text('[task]\nmodules = ["nowhere_installed:task"]\n')
-    assert (
-        cli.run(["key", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)])
-        == 0
-    )
-    assert (
-        cli.run(
-            ["config", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]
-        )
-        == 78
-    )
+    given = ["--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]
+    assert cli.run(["key", "show", *given]) == 0
+    assert cli.run(["config", "show", *given]) == 78
 
 
-MOODY, FEW, APART = (
-    "letters_of_mine.words:moody",
-    "letters_of_mine.words:few",
-    "letters_of_mine.words:apart",
-)
+MOODY, FEW, APART = (f"letters_of_mine.words:{name}" for name in ("moody", "few", "apart"))
 
 
 def test_reward_exception_counts_as_zero(package):
@@ -301,10 +274,7 @@ def test_reward_exception_counts_as_zero(package):
         for index in range(40):
             (scored,) = scorer.score_many([(ref(MOODY, index), ["", "x", "leave", "much"])])
             if isinstance(scored, ScorerFailed):
-                assert re.search(
-                    r"made no question: AssertionError: not \d+ \(words.py:\d+, in moody\)",
-                    str(scored),
-                )
+                assert re.search(r"AssertionError: not \d+ \(words.py:\d+, in moody\)", str(scored))
                 continue
             assert scored.rewards == [0.0, 0.0, 0.0, 0.0]
             assert scored.errors == 3

@@ -14,6 +14,7 @@ import pytest
 
 from swarmnode.tasks import child, sandbox
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import REFUSED
 from tests.support.whole_gym import IMPORT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
@@ -134,18 +135,8 @@ def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
 
 def test_limits_hold_without_interpreter_and_filter(tmp_path):
     _, succeeded = intrude(tmp_path, without="audit,seccomp")
-    assert not {
-        "socket",
-        "connect",
-        "pair",
-        "write",
-        "read",
-        "spawn",
-        "system",
-        "allocate",
-        "memory_limit",
-        "inherited",
-    } & set(succeeded)
+    stopped = "socket connect pair write read spawn system allocate memory_limit inherited"
+    assert not set(stopped.split()) & set(succeeded)
 
 
 def test_network_namespace_has_no_way_out(tmp_path):
@@ -236,24 +227,13 @@ def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
         "import sys; from swarmnode.tasks.scorer import Judge; Judge(); print('"
         " '.join(sys.modules))"
     )
+    command = [sys.executable, "-c", code]
     loaded = set(
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split()
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     )
-    assert (
-        not {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"}
-        & loaded
-    )
-    refused = {
-        "countdown",
-        "puzzle24",
-        "n_queens",
-        "binary_matrix",
-        "spiral_matrix",
-        "string_insertion",
-        "polynomial_multiplication",
-    }
+    heavy = {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"}
+    assert not heavy & loaded
+    refused = {name.removeprefix("rg/") for name in REFUSED}
     assert not refused & {
         module.rpartition(".")[2] for module in loaded if module.startswith("reasoning_gym")
     }
@@ -275,9 +255,5 @@ assert not {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules)
 print(len(reasoning_gym.create_dataset("polynomial_multiplication", seed=1, size=1)))
 """
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        == "1\n"
-    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1\n"

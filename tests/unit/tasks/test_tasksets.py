@@ -120,16 +120,8 @@ def test_code_and_library_version_are_part_of_the_version(tmp_path, written, mon
 @pytest.mark.parametrize(
     ("was", "now", "problem"),
     [
-        (
-            "vf.Taskset[SumTask]):",
-            "vf.Taskset[SumTask]):\n    INFINITE = True",
-            "is infinite: use a finite part",
-        ),
-        (
-            "vf.Task[SumData]):",
-            "vf.Task[SumData]):\n    NEEDS_CONTAINER = True",
-            "needs a container",
-        ),
+        ("[SumTask]):", "[SumTask]):\n    INFINITE = True", "is infinite: use a finite part"),
+        ("[SumData]):", "[SumData]):\n    NEEDS_CONTAINER = True", "needs a container"),
         ("range(20)", "range(1)", "too few to train on"),
         ('__all__ = ["Sums"]', "1 / 0", "ZeroDivisionError"),
     ],
@@ -154,8 +146,8 @@ def test_unusable_taskset_is_one_line(tmp_path, written, was, now, problem):
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
         (
-            "class SumTask(vf.Task[SumData]):",
-            "class SumTask(vf.Task[SumData]):\n    plugged_judges = lambda task: ['gpt']",
+            "[SumData]):",
+            "[SumData]):\n    plugged_judges = lambda task: ['gpt']",
             "a judge is a model",
         ),
     ],

@@ -208,10 +208,7 @@ def test_a_tool_that_allocates_without_bound_costs_its_episode(scorer):
     [
         ("NoTools", "it needs public methods"),
         ("Undocumented", "its tools: DocstringParsingExc"),
-        (
-            "Malformed",
-            "its response_template: ValueError: Field 'tool_calls': invalid open_pattern",
-        ),
+        ("Malformed", "its response_template: ValueError: Field 'tool_calls': invalid open"),
         ("Callless", "its response_template: ValueError: it has no field tool_calls"),
     ],
 )
