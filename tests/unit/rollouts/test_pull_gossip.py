@@ -281,3 +281,86 @@ async def test_cancelling_leaves_nothing_behind(autojump_clock):
             assert swarm.pulling(1).polled == 1
             nursery.cancel_scope.cancel()
     assert swarm.serving(0).waiting == 0
+
+
+@pytest.fixture
+async def line(nursery):
+    """Three nodes, 0 and 2 connected through 1 only."""
+    swarm = PullSwarm(3)
+    swarm.line()
+    return await swarm.start(nursery)
+
+
+async def share(line, number, sequence, long=False):
+    await line.publish(number, sequence, long=long)
+    await trio.sleep(90)
+
+
+def admitted(line):
+    return [line.outcomes(number).get("admitted", 0) for number in range(3)]
+
+
+async def test_with_budget_everything_travels_through_it(line, autojump_clock):
+    await share(line, 0, 0)
+    await share(line, 0, 1, long=True)
+    assert admitted(line) == [0, 2, 2]
+
+
+async def test_node_without_upload_budget_fetches_groups(line, autojump_clock):
+    line.budgets[1].refused = {"publish"}
+    await share(line, 0, 0)
+    assert admitted(line) == [0, 1, 0]
+    assert line.exchanges[1].publish(line.authors[1].own_group(0)) == "budget"
+    assert "busy" in line.serving(1).served
+    assert "group" not in line.serving(1).served
+
+
+async def test_node_without_download_budget_serves_own_groups(line, autojump_clock):
+    line.budgets[1].refused = {"fetch"}
+    await trio.sleep(15)  # the poll that was under way
+    await share(line, 0, 0)
+    await share(line, 1, 0)
+    assert admitted(line) == [1, 0, 1]
+
+
+async def test_paused_node_resumes_after_the_pause(line, autojump_clock):
+    line.budgets[1].refused = {"publish", "fetch"}
+    await trio.sleep(15)
+    await share(line, 0, 0)
+    assert admitted(line) == [0, 0, 0]
+    line.budgets[1].refused = set()
+    await trio.sleep(90)
+    assert admitted(line) == [0, 1, 1], "what was made during the pause is listed still"
+    await share(line, 0, 1)
+    assert admitted(line) == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("offset", "ours_to_it", "its_to_us"),
+    [
+        (limits.CLOCK_SKEW_SECONDS - 5, "admitted", "admitted"),
+        (limits.CLOCK_SKEW_SECONDS + 5, "admitted", "future"),
+        (limits.GROUP_AGE_SECONDS + 5, "stale", "future"),
+        (-limits.CLOCK_SKEW_SECONDS - 5, "future", "admitted"),
+        (-limits.GROUP_AGE_SECONDS - 5, "future", "stale"),
+        (86_400.0, "stale", "future"),
+    ],
+)
+async def test_wrong_clock_costs_groups_but_no_reputation(
+    nursery, autojump_clock, offset, ours_to_it, its_to_us
+):
+    swarm = await PullSwarm(2, skews=(0.0, offset)).start(nursery)
+    for number in range(2):
+        await swarm.publish(number, 0)
+    await trio.sleep(10)
+    assert (outcome(swarm, 1), outcome(swarm, 0)) == (ours_to_it, its_to_us)
+    for number, expected in ((1, ours_to_it), (0, its_to_us)):
+        assert len(swarm.draw(number, 4)) == (expected == "admitted")
+        assert swarm.networks[number].score(swarm.peers[1 - number]) >= 0.0
+
+
+def outcome(swarm, number):
+    """Return the outcome of the one group on offer at node `number`."""
+    outcomes = swarm.outcomes(number)
+    (found,) = (reason for reason in ("admitted", "stale", "future") if outcomes.get(reason))
+    return found

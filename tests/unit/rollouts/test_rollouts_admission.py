@@ -3,18 +3,38 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
+import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.groups import Candidate, ExternalGroup
-from swarmnode.rollouts.network.admission import Admission, Refusal
+from swarmnode.rollouts.groups import Candidate, ExternalGroup, memory_bytes
+from swarmnode.rollouts.network.admission import (
+    STRIKE_PEERS,
+    STRIKE_SECONDS,
+    STRIKES,
+    VERSION_MEMORY_SECONDS,
+    WINDOW,
+    Admission,
+    CandidateQueue,
+    Refusal,
+    ScoringQueue,
+    SeenEnvelopes,
+    Signer,
+    Signers,
+    Strikes,
+)
+from swarmnode.rollouts.network.exchange import LEAST_SECONDS, fetch_deadline
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.tasks.frames import Scored
+from swarmnode.tasks.frames import Scored, ScorerFailed
+from swarmnode.tasks.seeds import is_evaluation
 from swarmnode.wire import codec, envelope, limits
+from swarmnode.wire.limits import CLOCK_SKEW_SECONDS, GROUP_AGE_SECONDS
 from swarmnode.wire.messages import Envelope
+from tests.support.groups import external_group
 
 SWARM = swarm_of()
 NOW = 1_800_000_000.0
@@ -282,3 +302,205 @@ def test_every_reason_is_documented_with_its_verdict():
         if row[2].strip().isupper()
     }
     assert documented == {name: verdict.name for name, verdict in REASONS.items()}
+
+
+MODEL = b"m" * 32
+
+
+def signer(rate=16.0):
+    return Signer("peer", rate, 0.0)
+
+
+def test_a_slow_signer_has_one_token_and_no_more():
+    one = signer(0.1)
+    assert one.has_token(0.1, 1000.0)
+    one.take_token()
+    assert [one.has_token(0.1, now) for now in (1000.0, 1009.0, 1010.0)] == [False, False, True]
+
+
+def test_a_clock_that_steps_back_gives_no_tokens():
+    one = signer(1.0)
+    for _ in range(4):
+        one.take_token()
+    assert not one.has_token(1.0, -100.0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 3 * WINDOW), max_size=300), st.integers(0, 2**62))
+def test_window_accepts_each_sequence_once(offsets, base):
+    one, seen, newest = signer(), set(), -1
+    for offset in offsets:
+        sequence = base + offset
+        reason = one.sequence_reason(sequence, 0.0)
+        if newest - sequence >= WINDOW:
+            assert reason == "stale"
+        elif sequence in seen:
+            assert reason == "sequence_reused"
+        else:
+            assert reason is None
+            one.note(sequence, 0.0)
+            seen.add(sequence)
+            newest = max(newest, sequence)
+
+
+def test_remembers_sequence_numbers_while_groups_are_valid():
+    one, longest = signer(), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
+    for minute in range(100):  # an author that is heard all the time never starts anew
+        one.note(minute, minute * 60.0)
+    assert one.sequence_reason(99, 99 * 60.0 + longest) == "sequence_reused"
+    assert one.sequence_reason(99, 99 * 60.0 + longest + 1) is None
+
+
+def test_versions_of_another_model_are_not_compared():
+    one = signer()
+    one.note_version(MODEL, 100, 0.0)
+    assert one.is_outdated(MODEL, 10, 8, 1.0)
+    assert not one.is_outdated(b"o" * 32, 10, 8, 1.0)
+    one.note_version(b"o" * 32, 30, 1.0)
+    assert one.is_outdated(b"o" * 32, 10, 8, 1.0)
+    assert not one.is_outdated(MODEL, 10, 8, 1.0)
+
+
+def test_an_old_version_does_not_lower_the_newest():
+    one = signer()
+    one.note_version(MODEL, 100, 0.0)
+    one.note_version(MODEL, 95, 1.0)
+    assert one.is_outdated(MODEL, 91, 8, 2.0)
+    one.note_version(MODEL, 101, 3.0)
+    assert one.is_outdated(MODEL, 92, 8, 4.0)
+    one.note_version(MODEL, 20, 4.0 + VERSION_MEMORY_SECONDS)  # gone back to an older state
+    assert one.is_outdated(MODEL, 11, 8, 5.0 + VERSION_MEMORY_SECONDS)
+    assert not one.is_outdated(MODEL, 12, 8, 5.0 + VERSION_MEMORY_SECONDS)
+
+
+def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.network.admission.MOST_SIGNERS", 3)
+    signers = Signers()
+    for name in "abc":
+        signers.add(name.encode(), signer())
+    signers.find(b"a")
+    signers.add(b"d", signer())
+    assert [signers.find(k) is not None for k in (b"a", b"b", b"c", b"d")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_others_push_out_no_author_of_a_candidate(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.network.admission.MOST_SIGNERS", 3)
+    signers = Signers()
+    signers.add(b"a", one := signer())
+    signers.mark_candidate(b"a", one)
+    for number in range(100):
+        signers.add(bytes([number]) * 32, signer())
+    assert signers.find(b"a") is one
+    assert len(signers) == 4
+
+
+def test_a_clock_that_stepped_back_makes_nothing_too_old(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.network.admission.MOST_CANDIDATES", 2)
+    frames, tomorrow = SeenEnvelopes(100), 86_400.0
+    frames.mark_candidate(b"first", tomorrow)
+    for number in range(10):
+        frames.mark_candidate(bytes([number]), float(number))
+    assert not frames.is_forgotten(int(1000 * (10.0 + CLOCK_SKEW_SECONDS)))
+
+
+def candidate(peer, number, text="12"):
+    return Candidate(
+        number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60
+    )
+)
+def test_the_queue_keeps_its_bounds_and_its_accounts(arrivals):
+    queue = CandidateQueue(groups=10, size=40_000, peer_groups=4)
+    inside = []
+    for number, (peer, length, take) in enumerate(arrivals):
+        one = candidate(peer, number, "x" * length)
+        has_room = (
+            len(inside) < 10
+            and sum(memory_bytes(c.group) for c in [*inside, one]) <= 40_000
+            and sum(c.peer == peer for c in inside) < 4
+        )
+        assert queue.put(one) == has_room
+        inside += [one] * has_room
+        if take:
+            assert queue.take(2) == inside[:2]
+            del inside[:2]
+        assert len(queue) == len(inside)
+
+
+def test_memory_of_authors_is_bounded_and_forgets_the_oldest():
+    strikes = Strikes()
+    for number in range(STRIKE_PEERS + 9):
+        for _ in range(STRIKES):
+            strikes.add(f"p{number}", 0.0)
+    assert not strikes.is_out("p0", 0.0)
+    assert strikes.is_out(f"p{STRIKE_PEERS + 8}", 0.0)
+
+
+def test_large_fetches_have_longer_deadlines():
+    assert fetch_deadline(0) == LEAST_SECONDS < fetch_deadline(2**18) < fetch_deadline(2**20)
+    assert fetch_deadline(2**20) == 21.0
+
+
+def test_three_strikes_exclude_an_author_for_ten_minutes():
+    strikes = Strikes()
+    for n in range(STRIKES):
+        assert not strikes.is_out("a", n)
+        strikes.add("a", n)
+    assert strikes.is_out("a", STRIKES)
+    assert not strikes.is_out("b", STRIKES)
+    assert not strikes.is_out("a", STRIKES + STRIKE_SECONDS)
+
+
+def test_strikes_expire_after_ten_minutes():
+    strikes, began = Strikes(), 1_800_000_000.0
+    for seconds in (0.0, 300.0, 599.0):
+        strikes.add("a", began + seconds)
+    assert strikes.is_out("a", began + 599 + STRIKE_SECONDS)
+    assert not strikes.is_out("a", began + 600 + STRIKE_SECONDS)
+    for seconds in (0.0, 500.0, 1000.0):
+        strikes.add("b", began + seconds)
+    assert not strikes.is_out("b", began + 1000.0)
+
+
+class FailingScorer:
+    """Fails for every group, and for this node's own questions as configured."""
+
+    def __init__(self, works):
+        self.works, self.probes = works, 0
+
+    async def score_many(self, items):
+        await trio.lowlevel.checkpoint()
+        results = []
+        for ref, completions in items:
+            own = is_evaluation(ref.seed) and not completions
+            self.probes += own
+            works = self.works and own
+            results.append(Scored("?", []) if works else ScorerFailed("it took too long"))
+        return results
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_lone_author_gets_strikes_only_if_the_scorer_works(works, autojump_clock):
+    scorer, failed = FailingScorer(works), []
+    queue = ScoringQueue(scorer, lambda *_: None, lambda *told: failed.append(told), lambda: 0.0)
+    async with trio.open_nursery() as nursery:
+        queue.start(nursery)
+        for number in range(STRIKES):
+            assert queue.put(candidate("a", number)) is None
+            await trio.testing.wait_all_tasks_blocked()
+        assert queue.put(candidate("a", 9)) == ("scorer" if works else None)
+        assert queue.put(candidate("b", 9)) is None
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert failed[:STRIKES] == [("scorer", "a")] * STRIKES
+    assert scorer.probes == STRIKES + 1

@@ -3,8 +3,10 @@ import random
 from collections import Counter
 
 import msgspec
+import pytest
 
 from swarmnode.rollouts import sampling
+from swarmnode.rollouts.network.authors import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, AuthorTrust
 from swarmnode.rollouts.network.pool import Pool
 from swarmnode.rollouts.sampling import PROBATION_TRUST
 from tests.support.groups import external_group
@@ -171,3 +173,99 @@ def test_one_of_two_peers_fills_half_a_step():
     pool = filled("a", 9)
     pool.add(external_group("b", 100), now=0.0, policy_version=0)
     assert len(draw(pool, 9, per_peer=3)) == 4
+
+
+def test_freshness_halves_every_half_life():
+    assert sampling.freshness(0, 4) == 1
+    assert sampling.freshness(4, 4) == pytest.approx(0.5)
+    assert sampling.freshness(8, 4) == pytest.approx(0.25)
+
+
+def test_new_peer_is_on_probation():
+    assert sampling.trust(1.0, 0) == 0.25
+    assert sampling.trust(1.0, 8) == pytest.approx(0.625)
+    assert sampling.trust(1.0, 16) == sampling.trust(1.0, 10_000) == 1
+
+
+def test_weight_ignores_the_level_of_the_reward():
+    assert sampling.weight([0, 1], 8, 4, 0.5) == pytest.approx(0.5 * 0.25 * 0.5)
+    assert sampling.weight([0, 0, 0, 1], 0, 4, 1) == pytest.approx(
+        sampling.weight([1, 1, 1, 0], 0, 4, 1)
+    )
+
+
+def test_items_come_first_in_proportion_to_their_weight():
+    rng = random.Random(0)
+    first = Counter(sampling.shuffle_weighted("abc", [1, 2, 5], rng)[0] for _ in range(8000))
+    assert first["a"] / 8000 == pytest.approx(1 / 8, abs=0.02)
+    assert first["c"] / 8000 == pytest.approx(5 / 8, abs=0.02)
+
+
+def test_what_is_already_chosen_counts_towards_a_peers_half():
+    assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], 2, already=["a1", "a2"]) == [
+        "a1",
+        "a2",
+        "b1",
+    ]
+
+
+def test_belief_falls_to_a_floor_and_recovers():
+    trust = AuthorTrust()
+    seen = []
+    for _ in range(REFUSED_AT_MOST + 3):
+        seen.append(trust.participation("p"))
+        trust.judged("p", "surprise")
+    assert seen == [1.0, 0.25, 0.0625, 0.0625, 0.0625, 0.0625, 0.0625]
+    for _ in range(REFUSED_AT_MOST):
+        trust.judged("p", "used")
+    assert trust.participation("p") == 1.0
+    trust.judged("p", "surprise")
+    assert trust.participation("p") == 0.5, "one that was trained on before"
+
+
+def test_what_honest_authors_cause_costs_nothing():
+    trust = AuthorTrust()
+    for outcome in ("untokenizable", "too_large", "improbable"):
+        assert outcome not in DISTRUSTED
+        trust.judged("p", outcome)
+    assert trust.participation("p") == 1.0
+
+
+def test_alternating_lies_do_not_pay():
+    trust = AuthorTrust()
+    for _ in range(20):
+        trust.judged("p", "used")
+        trust.judged("p", "surprise")
+    assert trust.participation("p") <= 0.5
+    assert trust.of("p", 1.0) == 0.25, "always on probation"
+
+
+def test_memory_of_peers_and_swaps_is_bounded():
+    trust = AuthorTrust()
+    for number in range(2 * MAX_PEERS):
+        trust.judged(f"good{number}", "used")
+        trust.judged(f"bad{number}", "surprise")
+    assert len(trust) == MAX_PEERS // 2, "every second one is good"
+    assert trust.participation("bad0") == 1.0
+    assert trust.participation(f"bad{2 * MAX_PEERS - 1}") == 0.25
+
+
+def test_distrusted_peer_takes_no_place_from_others():
+    """Every peer has one group in a step before any has two; that must not be a liar's seat for
+    ever."""
+    trust, rng = AuthorTrust(), random.Random(1)
+    for _ in range(REFUSED_AT_MOST):
+        trust.judged("liar", "surprise")
+    drawn = Counter()
+    for step in range(400):
+        pool = Pool(2**26)
+        for number, peer in enumerate(["honest", "honest", "liar", "liar"]):
+            pool.add(external_group(peer, step * 10 + number), 0.0, 0)
+        drawn.update(
+            group.peer
+            for group in pool.draw(
+                2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.participation
+            )
+        )
+    assert 5 < drawn["liar"] < 60
+    assert drawn["honest"] >= 400
