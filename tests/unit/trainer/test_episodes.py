@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import structlog
 import torch
@@ -20,13 +21,12 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import FinishedRequest, Request
-from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import TOOL, Chat, around_observations, shows_tools
 from swarmnode.policy.ways import Row
-from swarmnode.rl.objectives import Objective
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.trainer.batch import assemble, episode_row, own_group
 from swarmnode.rollouts.trainer.judge import judge
@@ -37,7 +37,7 @@ from swarmnode.trainer import sampler as sampler_module
 from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all, check_template
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.update import Updater, normalizer
+from swarmnode.trainer.update import normalizer
 from swarmnode.wire.messages import RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import unpack_ids
 
@@ -129,6 +129,13 @@ def continuous(policy, generations=4, tokens=6, batch=16384):
     return Continuous(policy, MicroBatcher(batch), sampling, policy.random_generator(3))
 
 
+def lockstep(policy, generations=4, tokens=6):
+    rng, sampling = policy.random_generator(3), Sampling(generations, tokens)
+    return Lockstep(
+        lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
+    )
+
+
 def finished(episodes, engine, number=0):
     episodes.begin(number, REF, PROMPT)
     while engine.statistics().unfinished:
@@ -154,18 +161,21 @@ def sampler_of(policy, engine, scorer, drops=None, generations=4):
 # ---- between two actions ------------------------------------------------------------------------
 
 
-def test_observation_is_rendered_as_a_user_turn(policy):
+def template(policy, text):
     tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.chat_template = QWEN2
-    assert around_observations(tokenizer) == (
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def test_observation_is_rendered_as_a_user_turn(policy):
+    assert around_observations(template(policy, QWEN2)) == (
         "<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n",
     )
 
 
 def test_template_that_strips_thinking_is_refused(policy):
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.chat_template = STRIPS_THINKING
+    tokenizer = template(policy, STRIPS_THINKING)
     with pytest.raises(Unavailable, match=r"policy\.chat"):
         around_observations(tokenizer)
     around_observations(tokenizer, Chat(arguments=(("keep", True),)))
@@ -176,12 +186,6 @@ def test_special_tokens_in_an_observation_stay_text(policy):
     ids = policy.observation_ids(f"a{eos}b", policy.eos_id)
     assert policy.eos_id not in ids
     assert policy.decode(ids) == f"\na{eos}b\n"
-
-
-def template(policy, text):
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.chat_template = text
-    return tokenizer
 
 
 def test_a_template_that_writes_calls_so_shows_the_tools(policy):
@@ -345,34 +349,24 @@ def test_only_sampled_ids_are_scored(policy, way):
 
 
 def test_an_id_that_was_not_sampled_has_no_gradient(policy):
-    """The update is the same as if those ids were part of longer prompts."""
+    """The gradient is the same as if those ids were part of longer prompts."""
     policy = policy.clone()
-    cfg = TrainingConfig(learning_rate=1e-3, loss_type="dapo")
-    old = score(policy, [MASKED, PLAIN], 1.0)
+    longer = Row(MASKED.prompt + MASKED.completion[:5], MASKED.completion[5:])
+    found = []
+    for rows in ([MASKED], [Row(MASKED.prompt, MASKED.completion[:3]), longer]):
+        chosen, _ = logprobs_by("one pass", policy, collate(rows, 0), 1.0)
+        found.append(torch.autograd.grad(chosen.sum(), policy.trainable_parameters()))
+    for mine, expected in zip(*found, strict=True):
+        assert torch.allclose(mine, expected, atol=1e-4)
     sample = GroupSample(
         MASKED.prompt,
         [
-            SampledCompletion(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
-            SampledCompletion(
-                [30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"
-            ),
+            SampledCompletion(MASKED.completion, [-1.0] * 7, "", "eos", sampled=MASKED.sampled),
+            SampledCompletion([30, 1], [-1.0] * 2, "", "eos"),
         ],
     )
     rows = assemble([own_group(sample, [1.0, 0.0])], "grpo")
-    assert normalizer(rows, cfg) == Objective.of(cfg).normalizer([5, 2])
-    seen = []
-    hook = policy.base.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, output: seen.append(output)
-    )
-    Updater(policy, cfg, MicroBatcher(1024)).update(rows)
-    hook.remove()
-    result = Updater(policy, cfg, MicroBatcher(1024)).update(rows)
-    assert result.stepped
-    assert result.entropy is not None
-
-
-def test_only_sampled_tokens_of_an_episode_count():
-    assert MASKED.tokens == 5
+    assert normalizer(rows, TrainingConfig(loss_type="dapo")) == 5 + 2
     assert MASKED.at_sampled([1, 2, 3, 4, 5, 6, 7]) == [1, 2, 3, 6, 7]
 
 
@@ -466,17 +460,9 @@ def test_failed_environment_ends_only_its_group(policy):
     assert not engine._kept
 
 
-@pytest.mark.parametrize("kind", ["lockstep", "continuous"])
-def test_the_sampler_trains_on_episodes_and_publishes_actions_only(policy, kind):
-    from swarmnode.policy.generate import generate
-
-    engine = continuous(policy)
-    if kind == "lockstep":
-        rng, sampling = policy.random_generator(3), Sampling(4, 6)
-        engine = Lockstep(
-            lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
-        )
-    experience = sampler_of(policy, engine, Walk())(2)
+@pytest.mark.parametrize("engine", [lockstep, continuous])
+def test_the_sampler_trains_on_episodes_and_publishes_actions_only(policy, engine):
+    experience = sampler_of(policy, engine(policy), Walk())(2)
     assert len(experience.groups) == len(experience.messages) == 2
     assert experience.played.episodes >= 8
     assert experience.lags == [0, 0]
@@ -510,17 +496,8 @@ def test_oldest_token_determines_an_episode_s_age(policy):
 
 
 def test_held_out_episodes_are_played_to_their_ends(policy):
-    from swarmnode.policy.generate import generate
-
-    rng, sampling = policy.random_generator(3), Sampling(2, 6)
-    found = answer_all(
-        Lockstep(
-            lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
-        ),
-        policy,
-        Walk(),
-        [(REF, PROMPT), (REF, "3")],
-    )
+    questions = [(REF, PROMPT), (REF, "3")]
+    found = answer_all(lockstep(policy, generations=2), policy, Walk(), questions)
     assert [len(group.completions) for group in found] == [2, 2]
     for group in found:
         for episode in group.completions:
@@ -531,9 +508,8 @@ def test_held_out_episodes_are_played_to_their_ends(policy):
 # ---- a peer's ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def published(policy):
-    experience = sampler_of(policy, continuous(policy), Walk())(1)
+def published_by(policy, scorer):
+    experience = sampler_of(policy, continuous(policy), scorer)(1)
     return experience.groups[0], experience.messages[0], experience.observations[0]
 
 
@@ -556,9 +532,17 @@ def judged(policy, group):
     return judge([group], policy, lambda rows, t: score_with_entropy(policy, rows, t), 1.0)
 
 
-def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
-    own, message, observations = published
-    judgement = judged(policy, external(policy, message, observations))
+@pytest.mark.parametrize("tools", [False, True])
+def test_a_peers_episode_is_rebuilt_from_its_actions(policy, tools):
+    scorer = Walk()
+    if tools:
+        policy = replace(policy, tokenizer=template(policy, WITH_TOOLS))
+        scorer = Walk(prompt=describe("What is 3 + 4?", [TOOL]))
+    own, message, observations = published_by(policy, scorer)
+    if tools:
+        assert "<tool> look_at" in policy.tokenizer.decode(own.rows[0].prompt)
+        assert any("tool\nsaw" in policy.tokenizer.decode(row.completion) for row in own.rows)
+    judgement = judged(policy, external(policy, message, observations, prompt=scorer.prompt))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     (group,) = judgement.accepted
     assert [(row.prompt, row.completion) for row in group.rows] == [
@@ -570,32 +554,15 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
         assert judged_here == pytest.approx(recorded, abs=1e-4)
 
 
-def test_a_peers_episode_with_tools_has_the_authors_ids(policy):
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.chat_template = WITH_TOOLS
-    policy = replace(policy, tokenizer=tokenizer)
-    scorer = Walk(prompt=describe("What is 3 + 4?", [TOOL]))
-    experience = sampler_of(policy, continuous(policy), scorer)(1)
-    (own,), (message,) = experience.groups, experience.messages
-    assert "<tool> look_at" in policy.tokenizer.decode(own.rows[0].prompt)
-    assert any("tool\nsaw" in policy.tokenizer.decode(row.completion) for row in own.rows)
-    group = external(policy, message, experience.observations[0], prompt=scorer.prompt)
-    (judged_group,) = judged(policy, group).accepted
-    assert [row.completion for row in judged_group.rows] == [row.completion for row in own.rows]
-    assert [row.prompt for row in judged_group.rows] == [row.prompt for row in own.rows]
-
-
-def test_episode_of_another_tokenizer_is_read_as_text(policy, published):
-    _, message, observations = published
+def test_episode_of_another_tokenizer_is_read_as_text(policy):
+    _, message, observations = published_by(policy, Walk())
     judgement = judged(policy, external(policy, message, observations, tokenizer=b"x" * 32))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
 
 
-def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
+def test_ids_that_end_a_turn_elsewhere_are_forged(policy):
     """The whole text is the same, but the end of one action is at the start of the next."""
-    import msgspec
-
-    _, message, observations = published
+    _, message, observations = published_by(policy, Walk())
     place, completion = next(
         (i, c)
         for i, c in enumerate(message.completions)
