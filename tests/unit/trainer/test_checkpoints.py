@@ -47,6 +47,13 @@ def saved(directory):
     return counters, tensors["weights.weight"]
 
 
+def save(kept):
+    """Save if a save is due, and wait for its end."""
+    kept.save()
+    while not kept.idle:
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """A fake clock for `checkpoints` that only the test advances."""
@@ -61,9 +68,7 @@ def test_saves_by_time_and_at_the_end(tmp_path, clock):
         for step in range(1, 201):  # a second each
             source.step()
             counters.step = step
-            kept.save()
-            while not kept.idle:
-                time.sleep(0.001)
+            save(kept)
             assert step - saved(tmp_path)[0].step < 60, "more than save_every would be lost"
             clock[0] += 1.0
         assert source.taken == 4  # at 0, 59, 118 and 177 s: a step before it would be too late
@@ -87,9 +92,7 @@ def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeyp
     monkeypatch.setattr(checkpoints.state, "write", slowly)
     with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
         for _ in range(40):  # five seconds each, or more while a state is written
-            kept.save()
-            while not kept.idle:
-                time.sleep(0.001)
+            save(kept)
             if source.taken > len(steps):
                 steps.append(clock[0] - 10.0)
             clock[0] += 5.0
@@ -114,9 +117,7 @@ def test_a_large_state_is_saved_less_often(tmp_path, clock):
     ):
         for second in range(1, 3 * 3600 + 1):
             counters.step, taken = second, source.taken
-            kept.save()
-            while not kept.idle:
-                time.sleep(0.001)
+            save(kept)
             if source.taken > taken:
                 saves.append(second)
             clock[0] += 1.0
@@ -131,9 +132,7 @@ def test_saves_before_reserved_group_numbers_run_out(tmp_path, clock):
         kept.save()
         for _ in range(100):
             counters.sequence += 100
-            kept.save()
-            while not kept.idle:
-                time.sleep(0.001)
+            save(kept)
             assert counters.sequence - saved(tmp_path)[0].sequence < SEQUENCE_MARGIN
     assert 4 < source.taken < 10
 
@@ -223,9 +222,7 @@ def test_a_save_is_due_until_it_succeeds(tmp_path, clock, monkeypatch):
 
     def pass_minute(kept):
         counters.step += 1
-        kept.save()
-        while not kept.idle:
-            time.sleep(0.001)
+        save(kept)
         clock[0] += 60.0
         wall[0] += 60.0
 

@@ -125,10 +125,18 @@ def test_a_call_ends_when_another_node_leads():
         policy_of(Crew(ENDED)).score(ROWS, 1.0)
 
 
-def test_a_refused_call_is_repeated_under_the_same_head():
-    crew = Crew((WorkRefused(1, "not_finite", divisible=True), True))
+TOO_SMALL = (WorkRefused(1, DEVICE_REASON, divisible=False), True)
+
+
+@pytest.mark.parametrize(
+    "refusals",
+    [[(WorkRefused(1, "not_finite", divisible=True), True)], [TOO_SMALL, TOO_SMALL]],
+    ids=["not finite", "a member too small for one row"],
+)
+def test_a_refused_call_is_repeated_under_the_same_head(refusals):
+    crew = Crew(*refusals)
     assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
-    assert len(crew.calls) == 2
+    assert len(crew.calls) == len(refusals) + 1
 
 
 def test_scores_in_halves_until_a_single_row_does_not_fit():
@@ -140,13 +148,6 @@ def test_scores_in_halves_until_a_single_row_does_not_fit():
     sizes = [tokens for (tokens,) in crew.calls]
     assert sizes == sorted(set(sizes), reverse=True)
     assert policy.statistics().oom_retries == 2
-
-
-def test_member_too_small_for_one_row_does_not_end_the_trainer():
-    refused = (WorkRefused(1, DEVICE_REASON, divisible=False), True)
-    crew = Crew(refused, refused)
-    assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
-    assert len(crew.calls) == 3
 
 
 def test_slow_crew_gets_smaller_calls():

@@ -33,6 +33,14 @@ from swarmnode.weights.fragments import EMBEDDING, block_of
 from swarmnode.weights.trainer.lora import A_MARK
 from tests.support.largest import Alive
 
+SHAPE = {
+    "vocab_size": 5000,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def config_of(tmp_path, **stages) -> Config:
     return Config.model_validate(
@@ -61,16 +69,7 @@ def stage_of(model, cut, index) -> Stage:
     ],
 )
 def test_unsplittable_model_is_refused_by_its_config(tmp_path, stages, error, line):
-    shape = GraniteConfig(
-        vocab_size=5000,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        logits_scaling=8.0,
-    )
-    shape.save_pretrained(tmp_path)
+    GraniteConfig(**SHAPE, logits_scaling=8.0).save_pretrained(tmp_path)
     config = Config.model_validate({"policy": {"devices": "cpu"}, "stages": stages})
     with pytest.raises(error, match=line) as refused:
         fits_whole(config, tmp_path, probe(config.policy))
@@ -79,14 +78,7 @@ def test_unsplittable_model_is_refused_by_its_config(tmp_path, stages, error, li
 
 @pytest.mark.parametrize("quantization", ["none", "8bit"])
 def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quantization):
-    shape = LlamaConfig(
-        vocab_size=5000,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    shape = LlamaConfig(**SHAPE, num_hidden_layers=12)
     shape.save_pretrained(tmp_path)
     policy = {"devices": "cpu", "quantization": quantization, "lora": {"r": 4}}
     config = Config.model_validate({"policy": policy})
@@ -202,14 +194,7 @@ def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
 def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
     """The memory of a stage is checked before any computation. It includes the layers and the head
     for one row, once."""
-    shape = LlamaConfig(
-        vocab_size=5000,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    shape = LlamaConfig(**SHAPE, num_hidden_layers=4)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     monkeypatch.setattr(
         "swarmnode.stages.trainer.stage_model.needs_checkpointing", lambda *given: True

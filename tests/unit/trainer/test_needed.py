@@ -82,9 +82,18 @@ def test_a_short_mark_before_the_answer_is_not_learnt(mark):
         assert count >= 1 or len(mark) > 1, "the exact boundary is known for one token"
 
 
-def test_marks_at_both_ends_are_not_learnt():
-    count, taught = learnt("+12345.", Verifier("12345"))
-    assert (count, taught) == (5, "12345")
+@pytest.mark.parametrize(
+    ("text", "answer", "taught"),
+    [
+        ("+12345.", "12345", (5, "12345")),
+        ("12", "12", (3, "12\0")),
+        ("7", "7", (2, "7\0")),
+        ("7.", "7", (1, "7")),
+        ("+7", "7", (2, "7\0")),
+    ],
+)
+def test_needed_answer_is_learnt_with_its_end_token(text, answer, taught):
+    assert learnt(text, Verifier(answer)) == taught
 
 
 def test_reasoning_before_an_answer_is_learnt():
@@ -97,27 +106,16 @@ def test_reasoning_before_an_answer_is_learnt():
     assert len(text) - 2 > MOST_BEGINNING
 
 
-def test_needed_answer_is_learnt_with_its_end_token():
-    verifier = Verifier("12")
-    assert learnt("12", verifier) == (3, "12\0")
-    assert verifier.texts == 2, "two texts for each rewarded answer"
-
-
-def test_one_token_answer_is_trained_on():
-    assert learnt("7", Verifier("7"))[0] == 2
-    assert learnt("7.", Verifier("7")) == (1, "7")
-    assert learnt("+7", Verifier("7")) == (2, "7\0")
-
-
 def test_a_shorter_cut_of_the_judge_stays():
     external, accepted = group_of(["1234..", "?"], [1.0, 0.0], learnt=[1, 2])
     assert needed_only(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
 
 
 def test_rescored_texts_grow_with_the_log_of_the_length():
-    verifier = Verifier("1")
-    learnt("1" + "a" * 1000, verifier)
-    assert verifier.texts <= 2 + 10
+    for text, answer, most in (("1" + "a" * 1000, "1", 2 + 10), ("12", "12", 2)):
+        verifier = Verifier(answer)
+        learnt(text, verifier)
+        assert verifier.texts <= most
 
 
 def test_a_reward_that_is_lower_without_the_ending_needs_it():

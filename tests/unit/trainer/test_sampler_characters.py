@@ -20,24 +20,33 @@ from tools.build_tiny import build_tokenizer
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
+NOTHING_HIDES = SimpleNamespace(hides=lambda ids: False)
+
+
 def experience(texts, rewards, drops=None):
     """Return the experience of one question with the answers `texts` and their `rewards`."""
     completions = [SampledCompletion([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
+    return experience_of(NOTHING_HIDES, completions, rewards, [], drops)
+
+
+def experience_of(text, completions, rewards, seen, drops=None):
+    """Return the experience of one question; `seen` receives the scored texts."""
+
+    def score_many(questions):
+        seen.extend(texts for _, texts in questions if texts)
+        return [Scored("ask", rewards if texts else []) for _, texts in questions]
+
     engine = SimpleNamespace(
-        text=SimpleNamespace(hides=lambda ids: False),
+        text=text,
         generation=lambda sampling, rng: Lockstep(
             lambda prompts, count: [GroupSample([3], completions)]
         ),
     )
-    scorer = SimpleNamespace(
-        score_many=lambda questions: [
-            Scored("ask", rewards if asked else []) for _, asked in questions
-        ]
-    )
     counters = Counters(peer=PEER, swarm="00" * 32)
-    cfg, questions = TrainingConfig(num_generations=len(texts)), ["rg/gcd"]
+    cfg, scorer = TrainingConfig(num_generations=len(completions)), SimpleNamespace()
+    scorer.score_many = score_many
     drops = TrainerDrops() if drops is None else drops
-    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
+    return Sampler(cfg, ["rg/gcd"], engine, scorer, torch.Generator(), counters, drops)(1)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\u202e", "\ufffe"])
@@ -74,28 +83,12 @@ def text():
 
 
 def answered(text, answers, seen, drops=None):
-    """Return the experience of one question with these answers; `seen` receives the scored
-    texts."""
+    """Return the experience of one question with these answers, of which the first is right."""
     completions = []
     for answer in answers:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
         completions.append(SampledCompletion(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
-
-    def score_many(questions):
-        seen.extend(texts for _, texts in questions if texts)
-        return [Scored("ask", [1.0, *[0.0] * (len(t) - 1)] if t else []) for _, t in questions]
-
-    engine = SimpleNamespace(
-        text=text,
-        generation=lambda sampling, rng: Lockstep(
-            lambda prompts, count: [GroupSample([3], completions)]
-        ),
-    )
-    counters = Counters(peer=PEER, swarm="00" * 32)
-    cfg, questions = TrainingConfig(num_generations=len(answers)), ["rg/gcd"]
-    scorer = SimpleNamespace(score_many=score_many)
-    drops = TrainerDrops() if drops is None else drops
-    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
+    return experience_of(text, completions, [1.0, *[0.0] * (len(answers) - 1)], seen, drops)
 
 
 CHANNELS = (

@@ -1,6 +1,5 @@
 """State on disk: exact resumption, one rename, refusal of foreign and damaged files."""
 
-import copy
 import math
 import os
 import shutil
@@ -114,27 +113,6 @@ def test_frozen_parameters_are_not_written(tmp_path):
 
 def test_no_state_is_none(tmp_path):
     assert state.restore(tmp_path, *make(), "f") is None
-
-
-@pytest.mark.parametrize("damage", ["truncate", "garbage", "foreign", "shape"])
-def test_damaged_or_foreign_file_changes_nothing(tmp_path, damage):
-    model, optimizer, rng = make()
-    step(model, optimizer, rng)
-    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
-    path = tmp_path / state.FILE
-    if damage == "truncate":
-        path.write_bytes(path.read_bytes()[:-10])
-    if damage == "garbage":
-        path.write_bytes(b"\xff" * 100)
-    target, target_optimizer, target_rng = make(seed=1)
-    if damage == "shape":
-        target[2] = torch.nn.Linear(8, 3)
-    before = copy.deepcopy(target.state_dict())
-    with pytest.raises(StateError, match="move it away"):
-        state.restore(
-            tmp_path, target, target_optimizer, target_rng, "g" if damage == "foreign" else "f"
-        )
-    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
 def test_foreign_state_names_its_settings(tmp_path):
@@ -334,10 +312,17 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+BYTES = {"the end is missing": lambda data: data[:-10], "no state": lambda data: b"\xff" * 100}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *BYTES])
 def test_damaged_state_falls_back_to_an_earlier_one(tmp_path, damage):
-    good = kept_and_last(tmp_path, DAMAGES[damage])
+    good = kept_and_last(tmp_path, DAMAGES.get(damage, lambda tensors: None))
     damaged = (tmp_path / state.FILE).read_bytes()
+    if damage in BYTES:
+        damaged = BYTES[damage](damaged)
+        (tmp_path / state.FILE).unlink()  # the kept one is another name of the same file
+        (tmp_path / state.FILE).write_bytes(damaged)
     model, optimizer, rng = make(seed=1)
     assert state.restore(tmp_path, model, optimizer, rng, "f").step == 1
     assert torch.equal(weights(model), good)
