@@ -1,25 +1,28 @@
 """Checkpoints as bytes and as files: exact, replaced whole or not at all, and never trusted."""
 
 import copy
-import json
-import subprocess
-import sys
 import threading
+import tracemalloc
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.errors import BadMessage, StateError
+from swarmnode.stages.stage_frames import Fence, FrameLimits, Place
 from swarmnode.stages.state_messages import state_bytes
 from swarmnode.stages.trainer import stage_checkpoints
+from swarmnode.stages.trainer.links import Links
+from swarmnode.stages.trainer.pipeline import StageWorker, WorkerSettings
 from swarmnode.stages.trainer.stage_checkpoints import (
     Checkpoint,
     CheckpointIdentity,
     CheckpointMetadata,
     CheckpointStore,
     Recorder,
+    RecoverySettings,
     StageState,
     as_tensor,
     checkpoint_interval,
@@ -27,9 +30,13 @@ from swarmnode.stages.trainer.stage_checkpoints import (
     encode_state,
     find_checkpoints,
     read_checkpoint,
+    trained_layout,
 )
-from swarmnode.stages.trainer.stage_model import LrScale
+from swarmnode.stages.trainer.stage_model import LrScale, StageRuntime
 from swarmnode.weights.layout import make_layout
+from tests.support.crew import run_inline
+from tests.support.largest import Alive
+from tests.support.split_models import split_model
 
 LAYOUT = make_layout([("a", (3, 4), "float32"), ("b", (5,), "float32")])
 OURS = CheckpointIdentity("aa" * 32, (1, 2, 1), "owner")
@@ -220,22 +227,51 @@ def test_large_stages_are_written_every_few_steps():
     assert checkpoint_interval([]) == 1
 
 
-def copies_peak(checkpoint_every):
-    """Bytes for each weight, in a process of its own: a former measurement leaves memory that the
-    next one takes."""
-    command = [sys.executable, "-m", "tests.support.peak_memory"]
-    case = json.dumps([{"checkpoint_every": checkpoint_every}])
-    done = subprocess.run(
-        command, input=case, capture_output=True, text=True, check=True, timeout=120
+@pytest.fixture
+def worker():
+    """A stage of three layers with Adam's moments."""
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
     )
-    return json.loads(done.stdout)[0]
+    spec, model = split_model(AutoModelForCausalLM.from_config(shape), [1, 3, 1])[1]
+    links = Links(1, {}, FrameLimits(hidden=256, vocab=64, tokens=64))
+    fence = Fence(Place(b"c" * 16, 1, 1), 3)
+    worker = StageWorker(StageRuntime(spec, model), links, fence, WorkerSettings(), run_inline)
+    for parameter in worker.runtime.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    worker.optimizer.step(1.0, 1e-3)
+    return worker
 
 
-def test_small_copy_takes_two_bytes_per_weight():
+def test_small_copy_takes_two_bytes_per_weight(worker, tmp_path, monkeypatch):
     """The disk stands still: 12 bytes of each weight are on their way to it."""
-    alone, both = map(copies_peak, (100, 1))
-    assert 11.0 < alone < 13.5
-    assert 1.5 < both - alone < 3.5
+    go, save, peaks = threading.Event(), stage_checkpoints.save_file, []
+    monkeypatch.setattr(
+        stage_checkpoints, "save_file", lambda *args, **keys: (go.wait(10), save(*args, **keys))
+    )
+    layouts = [trained_layout(worker.runtime.model)] * 3
+    for every in (100, 1):
+        store = CheckpointStore(tmp_path / str(every))
+        store.begin(OURS, (1,))
+        settings = RecoverySettings(every, full_bytes=0)
+        recorder = Recorder(worker.runtime.spec, settings, layouts, store)
+        tracemalloc.start()
+        with Alive() as alive:
+            recorder.on_step_in_thread(worker)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        go.set()
+        store.close()
+        go.clear()
+        peaks.append((peak + alive.peak) / sum(p.numel() for p in worker.runtime.parameters()))
+    alone, both = peaks
+    assert 11.5 < alone < 13.0
+    assert 1.5 < both - alone < 3.0
 
 
 def test_last_checkpoint_is_not_written_during_a_step(monkeypatch):

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.specs import swapped_order
 from swarmnode.stages.trainer.checkfree import NeighbourLayers, synthesise
-from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from tests.support.split_models import split_model
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -72,14 +70,6 @@ def test_checkfree_plus_copies_layers_and_restores_the_end(four, lost, source, e
         synthesise(specs[lost], *sides)
 
 
-def test_only_checkfree_plus_rebuilds_an_end(four):
-    specs, *_ = four
-    keeps = lambda mode: [RecoverySettings(mode=mode).uses_checkpoints(spec) for spec in specs]
-    assert keeps("checkpoints") == [True] * 4
-    assert keeps("checkfree") == [True, False, False, True]
-    assert keeps("checkfree+") == [False] * 4
-
-
 def test_lost_or_unlike_neighbours_are_no_source(four, models):
     specs, stages, model = four
     with pytest.raises(Refused, match="lost too"):
@@ -91,10 +81,3 @@ def test_lost_or_unlike_neighbours_are_no_source(four, models):
     broken = {**stages[2].layers, NAME: torch.full_like(stages[2].layers[NAME], float("inf"))}
     with pytest.raises(Incompatible, match="finite"):
         synthesise(specs[1], stages[0], NeighbourLayers(broken, 1.0))
-
-
-def test_swapped_order_exchanges_the_first_and_the_last_two():
-    assert swapped_order(6) == (1, 0, 2, 3, 5, 4)
-    assert swapped_order(4) == (1, 0, 3, 2)
-    with pytest.raises(Refused):
-        swapped_order(3)
