@@ -18,7 +18,7 @@ from swarmnode.stages.trainer.pipeline import WorkerSettings
 from swarmnode.stages.trainer.stage_batches import LearnRow
 from swarmnode.stages.trainer.stage_model import StageRuntime
 from tests.support.crew import Crew, open_crew
-from tests.support.split_models import split_model
+from tests.support.split_models import split_model, whole_state
 
 EXACT = WorkerSettings("float32")
 ENDS = frozenset({1})
@@ -31,6 +31,20 @@ def crew_of(
     runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
     limits = FrameLimits(model.config.hidden_size, model.config.vocab_size, tokens)
     return open_crew(runtimes, settings, limits)
+
+
+def together(crew: Crew) -> dict[str, torch.Tensor]:
+    """Return name in the whole model → trained tensor of all stages, not copied."""
+    return {
+        name: tensor
+        for member in crew.members
+        for name, tensor in whole_state(member.runtime.spec, member.runtime.model).items()
+    }
+
+
+def flat(crew: Crew) -> torch.Tensor:
+    """Return a copy of all trained values of all stages in one tensor."""
+    return torch.cat([p.detach().flatten() for m in crew.members for p in m.runtime.parameters()])
 
 
 @contextmanager

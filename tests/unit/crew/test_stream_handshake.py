@@ -1,15 +1,31 @@
-"""Acceptance of stage streams, and their first message in pieces, too long or missing."""
+"""The first message of a stage stream in pieces, too long or missing, and the largest messages of
+a crew."""
 
 import pytest
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.stages.crew_messages import OPEN_BYTES, StreamOpen, StreamReady
+from swarmnode.stages.crew_messages import (
+    MAX_HELD_BLOCKS,
+    MESSAGE_BYTES,
+    OPEN_BYTES,
+    REASON_BYTES,
+    CrewMember,
+    CrewRecord,
+    HeldBlock,
+    LeaveRequest,
+    Offer,
+    ProposeRequest,
+    StreamOpen,
+    StreamReady,
+    check_message,
+)
 from swarmnode.stages.network.stream_proxy import (
     read_first,
     read_open,
     stream_refusal,
 )
-from swarmnode.wire import headed
+from swarmnode.stages.stage_frames import MAX_STAGES
+from swarmnode.wire import headed, strict
 
 CREW = b"c" * 32
 OPEN = StreamOpen(CREW, 1, 2, "frames")
@@ -72,3 +88,17 @@ async def test_truncated_or_wrong_first_message_is_an_error():
             await read_first(Pieces(data, 1000), StreamOpen)
     with pytest.raises(BadMessage):
         await read_first(Pieces(headed.pack(OPEN), 1000), StreamReady)
+
+
+def test_largest_messages_fit_their_bound():
+    names = ["1" * 63 + str(number) for number in range(MAX_STAGES)]
+    members = tuple(CrewMember(name, 1024) for name in names)
+    record = CrewRecord(b"l" * 32, b"m" * 32, 2**62, members, bytes(8))
+    block = HeldBlock(b"l" * 32, (1024,) * 8, 7, 2**62, "neighbour")
+    for message in (
+        ProposeRequest(record),
+        Offer(b"m" * 32, 1e30, 1e30, (block,) * MAX_HELD_BLOCKS),
+        LeaveRequest(b"c" * 32, "r" * REASON_BYTES),
+    ):
+        assert len(strict.encode(message)) < MESSAGE_BYTES / 4
+        check_message(message)

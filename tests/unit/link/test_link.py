@@ -63,20 +63,6 @@ def data_dir(tmp_path):
     return tmp_path
 
 
-async def test_messages_arrive_in_order(data_dir):
-    recorder = Recorder()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, recorder).run)
-        with Link(data_dir, lambda: HELLO) as link:
-            assert await trio.to_thread.run_sync(link.welcome, 30.0) == WELCOME
-            for step in range(100):
-                link.send(Report(phase="training", step=step))
-            await until(lambda: len(recorder.reports()) == 100)
-        assert recorder.seen[0] == HELLO
-        assert recorder.reports() == list(range(100))
-        nursery.cancel_scope.cancel()
-
-
 async def test_draw_does_not_block_the_step(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, Recorder()).run)

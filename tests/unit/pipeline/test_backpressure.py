@@ -24,9 +24,8 @@ from swarmnode.stages.trainer.pipeline import MAX_PENDING, StageWorker
 from swarmnode.stages.trainer.stage_batches import describe, describe_loss, encode
 from swarmnode.wire import headed, strict
 from tests.support.crew import run_inline
-from tests.support.crew_rows import EXACT, crew_of
+from tests.support.crew_rows import EXACT, crew_of, together
 from tests.support.lost_stages import quiet, rows_of
-from tests.support.split_models import whole_state
 
 CFG = TrainingConfig(per_device_train_tokens=64)
 TOKENS = 24
@@ -76,11 +75,7 @@ async def everything(crew):
     scores = await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
     prompts = [row.prompt_ids[:4] for row in rows[:8]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
-    weights = {
-        name: t.clone()
-        for m in crew.members
-        for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
-    }
+    weights = {name: tensor.clone() for name, tensor in together(crew).items()}
     return weights, scores, [wave.ids for wave in waves]
 
 

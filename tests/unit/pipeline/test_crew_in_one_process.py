@@ -20,19 +20,10 @@ from swarmnode.stages.stage_frames import CommitFrame, ProposeFrame
 from swarmnode.stages.trainer.head import WorkRefused, cut_waves
 from swarmnode.stages.trainer.pipeline import Observer, WorkerSettings
 from swarmnode.trainer.update import Updater
-from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, grpo
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, fails, flat, grpo, together
 from tests.support.lost_stages import quiet
-from tests.support.split_models import whole_state
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
-
-
-def together(crew):
-    return {
-        name: t
-        for m in crew.members
-        for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
-    }
 
 
 def normalizer(rows, cfg):
@@ -195,10 +186,6 @@ async def test_recorded_logprobs_equal_those_of_training(models, policy, codec, 
         assert float((recorded - whole).abs().max()) > 2e-3
 
 
-def weights(crew):
-    return torch.cat([p.detach().flatten() for m in crew.members for p in m.runtime.parameters()])
-
-
 async def all_dropped(crew):
     await quiet()
     return all(p.grad is None for m in crew.members for p in m.runtime.parameters())
@@ -215,12 +202,12 @@ async def all_dropped(crew):
 async def test_device_error_drops_the_step_in_all_stages(models, policy, stage, method, error):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        member, start = crew.members[stage], weights(crew)
+        member, start = crew.members[stage], flat(crew)
         with fails(member.runtime, method, error):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
             assert await all_dropped(crew)
         assert member.refusals["device"] >= 1
-        assert torch.equal(weights(crew), start)
+        assert torch.equal(flat(crew), start)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
 
@@ -289,7 +276,7 @@ async def test_step_is_taken_although_an_observer_runs_out_of_memory(
                 assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
                 assert all(p.grad is None for p in member.runtime.parameters())
             assert (after.steps, member.refusals["device"]) == (2, 2 * disturbed)
-            ends.append(weights(crew))
+            ends.append(flat(crew))
     assert torch.equal(*ends)
 
 
@@ -359,7 +346,7 @@ async def test_prepared_stage_commits_without_its_neighbour(models, policy):
 
             crew.members[1].handle = handle
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
-            ends.append(weights(crew))
+            ends.append(flat(crew))
     assert torch.equal(*ends)
 
 

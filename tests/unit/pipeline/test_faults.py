@@ -32,15 +32,11 @@ from swarmnode.stages.trainer import head, links
 from swarmnode.stages.trainer.head import CALL_SECONDS, MAX_REFUSALS, Wave, WorkRefused
 from swarmnode.stages.trainer.stage_batches import encode
 from swarmnode.wire.tensors import pack_ids
-from tests.support.crew_rows import ENDS, HEADS, crew_of, fails, grpo
+from tests.support.crew_rows import ENDS, HEADS, crew_of, fails, flat, grpo
 from tests.support.lost_stages import quiet
 
 CFG = TrainingConfig()
 NAN = b"\0\0\xc0\x7f"
-
-
-def weights(crew):
-    return torch.cat([p.detach().flatten() for m in crew.members for p in m.runtime.parameters()])
 
 
 async def learn(head, rows):
@@ -60,10 +56,10 @@ async def four(models, policy, kind="llama"):
     """A crew of four and rows to learn from; no weight has moved in the end."""
     _, rows = grpo(policy(kind))
     async with crew_of(models[kind], [1, 1, 1, 1]) as crew:
-        start = weights(crew)
+        start = flat(crew)
         yield crew, rows
         await quiet()
-        assert torch.equal(weights(crew), start)
+        assert torch.equal(flat(crew), start)
         assert all(member.participant.step == 0 for member in crew.members)
         assert all(p.grad is None for p in crew.head.runtime.parameters())
         assert crew.head.fault is None or not crew.head.usable
@@ -206,32 +202,26 @@ async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monk
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-async def test_three_refusals_in_a_row_are_a_fault(models, policy):
-    async with four(models, policy) as (crew, rows):
-        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            for _ in range(MAX_REFUSALS - 1):
-                result = await learn(crew.head, rows[:1])
-                assert (result.refused, result.divisible) == ("device", False)
-                assert crew.head.fault is None
-            assert (await learn(crew.head, rows[:1])).refused == "device"
-        assert crew.head.fault == (1, "refused 3 times in a row: device")
-
-
-async def test_divisible_step_may_be_refused_any_number_of_times(models, policy):
+async def test_only_a_step_that_cannot_be_divided_is_a_fault_after_three_refusals(
+    models, policy, monkeypatch
+):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
             for _ in range(3 * MAX_REFUSALS):
                 result = await learn(crew.head, rows)
                 assert (result.refused, result.divisible) == ("device", True)
         assert crew.head.fault is None
-
-
-async def test_step_of_1024_micro_batches_is_not_divisible(models, policy, monkeypatch):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            monkeypatch.setattr(head, "MAX_MICRO_BATCHES", 1)
-            result = await learn(crew.head, rows)
-            assert (result.refused, result.divisible) == ("device", False)
+            with monkeypatch.context() as patch:
+                patch.setattr(head, "MAX_MICRO_BATCHES", 1)
+                result = await learn(crew.head, rows)
+                assert (result.refused, result.divisible) == ("device", False)
+            for _ in range(MAX_REFUSALS - 1):
+                assert crew.head.fault is None
+                result = await learn(crew.head, rows[:1])
+                assert (result.refused, result.divisible) == ("device", False)
+        assert crew.head.fault == (1, "refused 3 times in a row: device")
 
 
 async def test_repeated_non_finite_gradients_are_a_fault(models, policy):
@@ -312,7 +302,7 @@ async def test_late_embedding_of_a_dropped_attempt_is_ignored(models, policy):
                 assert held
             assert (await learn(crew.head, rows)).refused is None
             assert all(member.fault is None for member in crew.members)
-            ends.append(weights(crew))
+            ends.append(flat(crew))
     assert torch.equal(*ends)
 
 

@@ -19,9 +19,8 @@ from swarmnode.stages.specs import backward_hop, forward_hop, swapped_route
 from swarmnode.stages.trainer import head
 from swarmnode.stages.trainer.pipeline import WorkerSettings
 from swarmnode.trainer import update
-from tests.support.crew_rows import crew_of
+from tests.support.crew_rows import crew_of, together
 from tests.support.lost_stages import rows_of
-from tests.support.split_models import whole_state
 from tests.support.stage_models import build
 
 SETTINGS = WorkerSettings("float32", swapped=True)
@@ -76,11 +75,7 @@ async def test_swapped_steps_equal_those_of_the_swapped_whole_model(
             result = await crew.head.update(rows, CFG, tokens, CFG.learning_rate)
             assert result.refused is None
             assert updater.update(assembled).stepped
-        mine = {
-            name: t
-            for m in crew.members
-            for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
-        }
+        mine = together(crew)
         assert all(float((t - start[name]).abs().max()) > 1e-4 for name, t in mine.items())
         expected = whole.model.state_dict()
         for name, tensor in expected.items():

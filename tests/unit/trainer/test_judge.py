@@ -368,16 +368,6 @@ def refusing(liars, batches):
     return judged
 
 
-def test_refused_groups_take_no_place_from_others():
-    groups = [external_group(peer, number) for number, peer in enumerate("xaxbxcdef")]
-    batches = []
-    judgement, left = judge_until_full(groups, 6, refusing({"x"}, batches))
-    assert [group.peer for group in judgement.accepted] == list("abcdef")
-    assert len(judgement.outcomes) == 9
-    assert left == []
-    assert batches == [6, 3]
-
-
 @pytest.mark.parametrize(
     ("there", "drawn", "asked", "accepted"),
     [
