@@ -5,13 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import trio
 
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import identity
+from swarmnode.p2p.api import Requests
 from swarmnode.p2p.network import NO_SWARM, Libp2pNetwork, open_host
 from tests.support.waiting import wait_connected
+
+ECHO = "/test/echo/1"
+LIMITS = {"max_request_bytes": 2**20, "max_response_bytes": 2**20}
+
+
+class Network(Protocol):
+    """A network with requests."""
+
+    requests: Requests
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +63,26 @@ async def host(
         cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
     ) as network:
         yield network
+
+
+def serve_echo(network: Network, **options: Any) -> None:
+    """Answer requests of ECHO with their own bytes. options: of `Requests.serve`."""
+    network.requests.serve(ECHO, echo, **{**LIMITS, **options})
+
+
+async def ask(
+    client: Network,
+    peer: str,
+    data: bytes = b"x",
+    *,
+    protocol: str = ECHO,
+    deadline: float = 5.0,
+    limit: int = 2**20,
+) -> bytes:
+    """Return the answer of `peer`. limit: bytes of the answer."""
+    return await client.requests.request(
+        peer, protocol, data, deadline=deadline, max_response_bytes=limit
+    )
 
 
 async def echo(peer: str, data: bytes) -> bytes:

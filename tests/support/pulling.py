@@ -49,18 +49,8 @@ async def rewards_of(group):
     return scored.rewards
 
 
-class Budget:
-    """A budget set by the test. refused: choices that it refuses."""
-
-    def __init__(self):
-        self.refused = set()
-
-    def allows(self, choice):
-        return choice not in self.refused
-
-
 class PullSwarm:
-    """`count` exchanges, connected all with all, each with a budget of its own.
+    """`count` exchanges, connected all with all. refused: choices that the budget of each refuses.
 
     Args:
         seed: seed of the nodes' randomness.
@@ -87,7 +77,7 @@ class PullSwarm:
         self.authors = [Author(swarm, number, rules.tasks) for number in range(count)]
         self.peers = [author.peer for author in self.authors]
         self.networks = [self.medium.join(peer) for peer in self.peers]
-        self.budgets = [Budget() for _ in range(count)]
+        self.refused = [set() for _ in range(count)]
         self.exchanges = []
         for number in range(count):
             skew = skews[number] if skews else 0.0
@@ -100,7 +90,7 @@ class PullSwarm:
                     SharingConfig(**cfg),
                     clock=lambda skew=skew: clock() + skew,
                     rng=random.Random(1000 * seed + number),
-                    allows=self.budgets[number].allows,
+                    allows=lambda choice, number=number: choice not in self.refused[number],
                 )
             )
 

@@ -11,14 +11,11 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p import nat
-from swarmnode.p2p.addresses import Circuit, parse
-from swarmnode.p2p.relay import RelayLimits
 from swarmnode.stages.crew_messages import StreamOpen
 from swarmnode.stages.network import stream_proxy
 from swarmnode.stages.network.stream_proxy import StreamProxy
 from swarmnode.wire import ids
-from tests.support.hosts import host, hosts
+from tests.support.hosts import hosts
 from tests.support.pipe_ends import open_pipe, stream_peers
 from tests.support.waiting import until, wait_connected
 
@@ -204,57 +201,6 @@ async def test_lost_host_is_reported_at_once(tmp_path):
         assert trio.current_time() - began < 2
         await ended(ends[0, 1])
         assert pipes[0].statistics().open["frames"] == 1  # the stream to stage 2
-
-
-async def test_stream_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=8 * 2**20))
-    members = {"relay": "client", "hole_punching": False}
-    async with host(tmp_path / "relay", relay="server") as relay, trio.open_nursery() as nursery:
-        known = {"initial_peers": relay.listen_addrs, **members}
-        async with (
-            host(tmp_path / "a", swarm=b"a" * 32, **known) as one,
-            host(tmp_path / "b", swarm=b"b" * 32, **known) as other,
-        ):
-            await until(lambda: relay.statistics().nat.relay.reservations == 2)
-            await one.nat.client.call(
-                other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
-            )
-            await until(
-                lambda: other.peer_id in one.connected() and one.peer_id in other.connected()
-            )
-            lost, made = [], []
-            for network, name in ((one, "a"), (other, "b")):
-                (tmp_path / name / "run").mkdir()
-                made.append(
-                    StreamProxy(
-                        network.streams, tmp_path / name, lambda peer, crew: lost.append(peer)
-                    )
-                )
-                await nursery.start(made[-1].run)
-            seen = stream_peers([one.peer_id, other.peer_id])
-            for each, circle in zip(made, seen, strict=True):
-                each.assign(circle)
-            a, b = await open_pipe(made[0], seen[0], 1), await open_pipe(made[1], seen[1], 0)
-            sent, got = hashlib.blake2b(), hashlib.blake2b()
-            async with trio.open_nursery() as transfer:
-                transfer.start_soon(send_all, a, b"12345678", 2, sent)
-                await receive_all(b, 2 * 2**20, got)
-            assert sent.digest() == got.digest()
-            assert one.statistics().nat.relayed == 1
-            with trio.fail_after(60):
-                async with trio.open_nursery() as transfer:
-                    transfer.start_soon(drain, b)
-                    # More than the relay's limit.
-                    with contextlib.suppress(trio.BrokenResourceError):
-                        await send_all(a, b"12345678", 64, hashlib.blake2b())
-            await until(lambda: sorted(lost) == sorted([one.peer_id, other.peer_id]))
-            nursery.cancel_scope.cancel()
-
-
-async def drain(stream):
-    with contextlib.suppress(trio.BrokenResourceError):
-        while await stream.receive_some(2**20):
-            pass
 
 
 async def open_as(network, peer, opened):

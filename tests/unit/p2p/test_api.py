@@ -9,10 +9,9 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
-from tests.support.hosts import echo, hosts
+from tests.support.hosts import ECHO, ask, hosts, serve_echo
 from tests.support.waiting import until, wait_connected
 
-PROTOCOL = "/test/api/1"
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
 
 
@@ -34,20 +33,6 @@ def pair(request, tmp_path):
     return request.param(tmp_path)
 
 
-async def ask(
-    network,
-    peer: str,
-    data: bytes = b"x",
-    *,
-    protocol: str = PROTOCOL,
-    deadline: float = 5.0,
-    limit: int = 1024,
-) -> bytes:
-    return await network.requests.request(
-        peer, protocol, data, deadline=deadline, max_response_bytes=limit
-    )
-
-
 async def test_every_request_failure_is_a_peer_error(pair):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
@@ -57,7 +42,7 @@ async def test_every_request_failure_is_a_peer_error(pair):
         raise PeerError("no")
 
     async with pair as (one, other):
-        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        serve_echo(other, **LIMITS)
         other.requests.serve("/test/never/1", never, **LIMITS)
         other.requests.serve("/test/refuses/1", refuses, **LIMITS)
         with pytest.raises(PeerTimeout):
@@ -84,7 +69,7 @@ async def test_concurrent_requests_are_limited(pair):
         return data
 
     async with pair as (one, other), trio.open_nursery() as nursery:
-        other.requests.serve(PROTOCOL, slow, concurrent=2, per_peer=1, **LIMITS)
+        other.requests.serve(ECHO, slow, concurrent=2, per_peer=1, **LIMITS)
         nursery.start_soon(ask, one, other.peer_id)
         await busy.wait()
         with pytest.raises(PeerError):
@@ -95,7 +80,7 @@ async def test_rejected_peer_is_ignored_then_disconnected(pair):
     async with pair as (one, other):
         with trio.fail_after(60):
             await wait_connected(other)
-        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        serve_echo(other, **LIMITS)
         other.accepted(one.peer_id)
         assert other.score(one.peer_id) > 0
         other.rejected(one.peer_id, "test", cost=-BAN - 30)

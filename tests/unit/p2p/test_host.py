@@ -12,7 +12,7 @@ from swarmnode.p2p.bulk import BulkSource
 from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
-from tests.support.hosts import echo, host, hosts
+from tests.support.hosts import ask, host, hosts, serve_echo
 from tests.support.waiting import until, wait_connected
 
 
@@ -118,12 +118,10 @@ async def test_full_bootstrap_peer_admits_new_nodes(tmp_path, monkeypatch):
 
 async def test_last_received_is_the_time_of_the_last_bytes(tmp_path):
     async with hosts(tmp_path, 2) as (one, other):
-        other.requests.serve("/test/1", echo, max_request_bytes=9, max_response_bytes=9)
+        serve_echo(other)
         began = trio.current_time()
         await trio.sleep(0.05)
-        await one.requests.request(
-            other.peer_id, "/test/1", b"x", deadline=5.0, max_response_bytes=9
-        )
+        await ask(one, other.peer_id)
         for network, peer in ((one, other.peer_id), (other, one.peer_id)):
             assert began + 0.04 < network.last_received(peer) <= trio.current_time()
         assert one.last_received("12D3KooWNobody") is None
@@ -182,15 +180,8 @@ async def test_own_streams_do_not_keep_an_inbound_peer(tmp_path):
         assert link(server, guest).spare
         assert link(server, guest).inbound
 
-        ask = partial(
-            server.requests.request,
-            guest.peer_id,
-            "/test/never/1",
-            b"",
-            deadline=60.0,
-            max_response_bytes=9,
-        )
-        nursery.start_soon(ask)
+        never_answered = partial(ask, protocol="/test/never/1", deadline=60.0)
+        nursery.start_soon(never_answered, server, guest.peer_id)
         await until(lambda: guest.requests.statistics().serving)
         assert not link(server, guest).spare
         nursery.cancel_scope.cancel()
@@ -216,9 +207,7 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
 
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve("/test/1", answer, max_request_bytes=1000, max_response_bytes=3000)
-        await client.requests.request(
-            server.peer_id, "/test/1", bytes(1000), deadline=5.0, max_response_bytes=3000
-        )
+        await ask(client, server.peer_id, bytes(1000), protocol="/test/1")
         await until(lambda: server.statistics().traffic.sent.get("/test/1") == 3004)
         assert (
             client.statistics().traffic.sent["/test/1"]

@@ -8,11 +8,8 @@ import trio
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.streams import MULTISTREAM, Stream
-from tests.support.hosts import echo, host
+from tests.support.hosts import ECHO, ask, host, serve_echo
 from tests.support.waiting import until, wait_connected
-
-ECHO = "/test/echo/1"
-LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 def knows(client, server) -> bool:
@@ -30,18 +27,12 @@ def knows(client, server) -> bool:
 async def acquainted(directory):
     """Open two hosts; the second knows the protocols of the first."""
     async with host(directory / "server") as server:
-        server.requests.serve(ECHO, echo, **LIMITS)
+        serve_echo(server)
         async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
             with trio.fail_after(60):
                 await wait_connected(client, 1)
                 await until(lambda: knows(client, server))
             yield server, client
-
-
-async def ask(client, server, data: bytes = b"x") -> bytes:
-    return await client.requests.request(
-        server.peer_id, ECHO, data, deadline=5.0, max_response_bytes=1 << 20
-    )
 
 
 def watched(stream, recorded):
@@ -71,14 +62,14 @@ async def test_proposal_and_data_are_sent_together(tmp_path, monkeypatch):
 
     async with acquainted(tmp_path) as (server, client):
         monkeypatch.setattr(Stream, "__init__", watching)
-        assert await ask(client, server, b"question") == b"question"
+        assert await ask(client, server.peer_id, b"question") == b"question"
         ways = [way for way, _ in recorded]
         assert ways[0] == "write"
         assert "write" not in ways[1:], "one round trip"
         assert MULTISTREAM.encode() in recorded[0][1]
         assert recorded[0][1].endswith(b"question")
         for data in (b"", bytes(range(256)) * 4096):
-            assert await ask(client, server, data) == data
+            assert await ask(client, server.peer_id, data) == data
         assert client.requests.statistics().requests[ECHO] == {"ok": 3}
 
 
@@ -87,9 +78,9 @@ async def test_dropped_protocol_is_reported_and_connection_stays(tmp_path):
         server.host.remove_handler(ECHO)
         for data in (b"x", b"\xff" * 1000, bytes(70_000)):  # which it takes for names of protocols
             with pytest.raises((Incompatible, StreamEnd)):  # its reset may come before it is read
-                await ask(client, server, data)
-        server.requests.serve(ECHO, echo, **LIMITS)
-        assert await ask(client, server) == b"x"
+                await ask(client, server.peer_id, data)
+        serve_echo(server)
+        assert await ask(client, server.peer_id) == b"x"
         assert client.peers.statistics().dials == 1  # never reconnected
         assert server.reputation.score(client.peer_id, trio.current_time()) == 0.0
 

@@ -6,11 +6,8 @@ from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import requests
-from tests.support.hosts import echo, host, hosts
+from tests.support.hosts import ECHO, LIMITS, ask, host, hosts, serve_echo
 from tests.support.waiting import until, wait_connected
-
-ECHO = "/test/echo/1"
-LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 def streams(network, peer: str) -> int:
@@ -22,19 +19,11 @@ def streams(network, peer: str) -> int:
     return sum(1 for each in kept for stream in each if stream.get_protocol() == ECHO)
 
 
-async def ask(
-    client, server, data: bytes = b"x", deadline: float = 5.0, limit: int = 1 << 20
-) -> bytes:
-    return await client.requests.request(
-        server.peer_id, ECHO, data, deadline=deadline, max_response_bytes=limit
-    )
-
-
 async def test_response_is_whole_and_streams_are_closed(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, echo, **LIMITS)
+        serve_echo(server)
         for data in (b"", b"x", bytes(range(256)) * 4096):
-            assert await ask(client, server, data) == data
+            assert await ask(client, server.peer_id, data) == data
         assert client.requests.statistics().requests[ECHO] == {"ok": 3}
         await until(lambda: server.requests.statistics().served[ECHO] == {"ok": 3})
         await until(lambda: streams(client, server.peer_id) == streams(server, client.peer_id) == 0)
@@ -43,24 +32,24 @@ async def test_response_is_whole_and_streams_are_closed(tmp_path):
 async def test_cancelled_request_keeps_the_connection(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         # on a busy machine none of those cancelled may be over
-        server.requests.serve(ECHO, echo, per_peer=8, **LIMITS)
+        serve_echo(server, per_peer=8)
         data = bytes(1 << 20)
         for delay in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016):
             with trio.move_on_after(delay):
-                await ask(client, server, data)
-        assert await ask(client, server, data) == data
+                await ask(client, server.peer_id, data)
+        assert await ask(client, server.peer_id, data) == data
         await until(lambda: client.requests.statistics().in_flight == 0)
         assert client.peers.statistics().dials == 1  # never reconnected
 
 
 async def test_silent_streams_do_not_block_other_peers(tmp_path):
     async with hosts(tmp_path, 6) as (server, *silent, client):
-        server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
+        serve_echo(server, concurrent=8)
         for each in silent:
             for _ in range(2):
                 await each.host.open_stream(server.peer_id, ECHO)
             await until(lambda each=each: streams(server, each.peer_id) == 2)
-        assert await ask(client, server) == b"x"
+        assert await ask(client, server.peer_id) == b"x"
         await until(lambda: server.requests.statistics().serving == 0)
 
 
@@ -86,7 +75,7 @@ async def test_urgent_request_skips_the_slots(tmp_path):
                 lambda: client.requests.statistics().in_flight == requests.OUTBOUND_PER_PEER
             )
             with pytest.raises(PeerTimeout):
-                await ask(client, server, deadline=0.5)
+                await ask(client, server.peer_id, deadline=0.5)
             assert (
                 await client.requests.request(server.peer_id, ECHO, b"x", **options, urgent=True)
                 == b"x"
@@ -106,7 +95,7 @@ async def test_dying_peer_is_an_immediate_peer_error(tmp_path):
 
             async def one() -> None:
                 with pytest.raises(PeerError):
-                    await ask(client, server, deadline=60.0)
+                    await ask(client, server.peer_id, deadline=60.0)
                 failed.set()
 
             nursery.start_soon(one)

@@ -10,7 +10,7 @@ from swarmnode.p2p import network as network_module
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.guards import yamux
 from swarmnode.p2p.library.streams import Stream
-from tests.support.hosts import hosts
+from tests.support.hosts import ask, hosts, serve_echo
 from tests.support.waiting import still, until
 
 PROTOCOL = "/test/stream/1"
@@ -79,11 +79,7 @@ async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
     """Longer than WINDOW_STALL_SECONDS, so the stream must raise its own patience."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with joined(tmp_path) as (server, client, remote, local):
-
-        async def echo(peer, data):
-            return data
-
-        server.requests.serve("/test/echo/1", echo, max_request_bytes=100, max_response_bytes=100)
+        serve_echo(server)
         data = bytes(64) * 2**14  # 1 MiB, 32 times: far beyond the window
         async with trio.open_nursery() as nursery:
 
@@ -95,12 +91,7 @@ async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
             nursery.start_soon(send)
             await until(lambda: local.sent > 0)
             assert await still(lambda: local.sent) < 16 * 2**20
-            assert (
-                await client.requests.request(
-                    server.peer_id, "/test/echo/1", b"x", deadline=20, max_response_bytes=9
-                )
-                == b"x"
-            )
+            assert await ask(client, server.peer_id, deadline=20) == b"x"
             assert len(await drain(remote, 32 * len(data))) == 32 * len(data)
 
 

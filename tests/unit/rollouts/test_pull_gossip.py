@@ -307,7 +307,7 @@ async def test_with_budget_everything_travels_through_it(line, autojump_clock):
 
 
 async def test_node_without_upload_budget_fetches_groups(line, autojump_clock):
-    line.budgets[1].refused = {"publish"}
+    line.refused[1] = {"publish"}
     await share(line, 0, 0)
     assert admitted(line) == [0, 1, 0]
     assert line.exchanges[1].publish(line.authors[1].own_group(0)) == "budget"
@@ -316,7 +316,7 @@ async def test_node_without_upload_budget_fetches_groups(line, autojump_clock):
 
 
 async def test_node_without_download_budget_serves_own_groups(line, autojump_clock):
-    line.budgets[1].refused = {"fetch"}
+    line.refused[1] = {"fetch"}
     await trio.sleep(15)  # the poll that was under way
     await share(line, 0, 0)
     await share(line, 1, 0)
@@ -324,11 +324,11 @@ async def test_node_without_download_budget_serves_own_groups(line, autojump_clo
 
 
 async def test_paused_node_resumes_after_the_pause(line, autojump_clock):
-    line.budgets[1].refused = {"publish", "fetch"}
+    line.refused[1] = {"publish", "fetch"}
     await trio.sleep(15)
     await share(line, 0, 0)
     assert admitted(line) == [0, 0, 0]
-    line.budgets[1].refused = set()
+    line.refused[1] = set()
     await trio.sleep(90)
     assert admitted(line) == [0, 1, 1], "what was made during the pause is listed still"
     await share(line, 0, 1)

@@ -141,13 +141,6 @@ def test_a_sequence_far_behind_the_newest_is_late():
     assert reason(checks.check(frame(5000 - 4096), NOW)) == "stale"
 
 
-def test_restarted_author_is_accepted_after_a_group_lifetime():
-    checks = admission()
-    checks.check(frame(5000), NOW)
-    later = NOW + limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS + 1
-    assert isinstance(checks.check(frame(0, created=later), later), Candidate)
-
-
 def test_flood_is_cut_to_the_authors_rate():
     checks = admission(groups_per_second=2.0)
     taken = sum(isinstance(checks.check(frame(n), NOW), Candidate) for n in range(100))
@@ -177,17 +170,6 @@ def test_a_version_far_behind_the_senders_newest_is_outdated():
     assert isinstance(checks.check(frame(0, policy_version=20), NOW), Candidate)
     assert isinstance(checks.check(frame(1, policy_version=12), NOW), Candidate)
     assert reason(checks.check(frame(2, policy_version=11), NOW)) == "outdated"
-
-
-def test_restored_trainer_is_accepted_after_a_while():
-    checks = admission()
-    checks.check(frame(0, policy_version=1000), NOW)
-    assert isinstance(
-        checks.check(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate
-    )
-    assert isinstance(
-        checks.check(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate
-    )
 
 
 def test_a_greylisted_author_is_not_listened_to():
