@@ -1,4 +1,4 @@
-"""Outer rules that no node runs, and the theory of the product's rule, for benchmarks and tests.
+"""Outer rules that no node runs, for benchmarks and tests.
 
 noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ too
 diloco       θ̄ over all replicas at once
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
 import torch
 
 from swarmnode.weights.rule import Rule
@@ -19,8 +18,6 @@ from swarmnode.weights.trainer.outer import OuterState, SlowWeights, Tensors, pr
 
 OFF: Final = Rule(0.0, 1.0)
 DILOCO: Final = Rule(0.3, 0.7)
-PAIR: Final = 0.5
-"""Mean share of the disagreement that averaging with one of many replicas removes."""
 
 
 def blend(
@@ -79,15 +76,3 @@ def judge(
     if found.mean is None:
         return GateDecision(found.refusal)
     return gate.conclude(found, probe and Losses(probe(mine), probe(found.mean)))
-
-
-def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
-    """Return the factor of the expected squared disagreement per outer step without inner steps. It
-    is below 1 exactly for γ < 2(1 − α²) / (1 + α − 2αq), for pairs 2(1 − α²).
-
-    Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
-    """
-    m = np.array([gamma**2 * share, -2 * alpha * gamma * share, alpha**2])
-    xm = np.array([-gamma * share, alpha, 0.0]) + m
-    x = np.array([1 - 2 * gamma * share, 2 * alpha, 0.0]) + m
-    return float(np.abs(np.linalg.eigvals(np.stack([x, xm, m]))).max())

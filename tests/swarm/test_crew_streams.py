@@ -119,19 +119,6 @@ async def test_large_streams_arrive_complete_in_bounded_memory(tmp_path):
         assert not any(a.statistics().lost.values())
 
 
-async def test_delivers_bytes_written_before_the_peer_connects(tmp_path):
-    async with crew(tmp_path) as (_, (a, b), (ca, cb), _):
-        one = await open_pipe(a, ca, 1)
-        await one.send_all(b"early")
-        await until(lambda: b.statistics().parked == 1)
-        assert a.statistics().waiting == 1
-        other = await open_pipe(b, cb, 0)
-        await other.send_all(b"hello")
-        assert await exactly(other, 5) == b"early"
-        assert await exactly(one, 5) == b"hello"
-        assert a.statistics().waiting == b.statistics().parked == 0
-
-
 async def test_opens_in_any_order_and_both_kinds_at_once(tmp_path):
     async with crew(tmp_path, 3) as (_, pipes, seen, _):
         ends = {}

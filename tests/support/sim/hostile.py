@@ -158,61 +158,39 @@ class Hostile:
     # -- messages it sends
 
     def _frames(self) -> list[bytes]:
-        now, rng = determinism.now(), self._rng
+        now, rng, sign = determinism.now(), self._rng, self.author.frame
         self._sequence += 1
         match self.kind:
             case "garbage":
-                frames = {
-                    name: frame
-                    for name, (frame, _) in hostile_frames(
-                        self.author, now, 10 * self._sequence
-                    ).items()
-                }
-                name = rng.choice(
-                    [
-                        name
-                        for name in frames
-                        if name not in LEFT_OUT and 1 <= len(frames[name]) <= limits.GROUP_BYTES
-                    ]
-                )
-                return [frames[name]]
+                frames = hostile_frames(self.author, now, 10 * self._sequence)
+                some = [frame for name, (frame, _) in frames.items() if name not in LEFT_OUT]
+                return [rng.choice([each for each in some if 1 <= len(each) <= limits.GROUP_BYTES])]
             case "cherry":
                 task = msgspec.structs.replace(
                     self.author.task(self._sequence), index=rng.randrange(2**20)
                 )
-                return [
-                    self.author.frame(self.author.group(self._sequence, now, task=task, size=4))
-                ]
+                return [sign(self.author.group(self._sequence, now, task=task, size=4))]
             case "stolen" if self._overheard:
-                theirs = rng.choice(self._overheard)
-                return [
-                    self.author.frame(
-                        msgspec.structs.replace(
-                            theirs, sequence=self._sequence, created_at=int(now * 1000)
-                        )
-                    )
-                ]
+                changes = {"sequence": self._sequence, "created_at": int(now * 1000)}
+                return [sign(msgspec.structs.replace(rng.choice(self._overheard), **changes))]
             case "forger":
                 group = self._group(now)
                 forged = [
                     msgspec.structs.replace(each, token_ids=bytes(len(each.token_ids)))
                     for each in group.completions
                 ]
-                return [self.author.frame(msgspec.structs.replace(group, completions=forged))]
+                return [sign(msgspec.structs.replace(group, completions=forged))]
             case "poet":
-                return [self.author.frame(self._group(now, MADE_UP))]
+                return [sign(self._group(now, MADE_UP))]
             case "patient":
-                return [
-                    self.author.frame(
-                        self._group(now, MADE_UP if trio.current_time() > PATIENCE else "")
-                    )
-                ]
+                mark = MADE_UP if trio.current_time() > PATIENCE else ""
+                return [sign(self._group(now, mark))]
             case "storm":
-                frames = []
+                storm = []
                 for _ in range(rng.choice((5, 50, 100))):
                     self._sequence += 1
-                    frames.append(self.author.frame(self._group(now)))
-                return frames
+                    storm.append(sign(self._group(now)))
+                return storm
         return []
 
     def _group(self, now: float, mark: str = "") -> RolloutGroup:
@@ -227,41 +205,28 @@ class Hostile:
             await trio.sleep(ASKING_SECONDS)
             for peer in network.connected():
                 with contextlib.suppress(PeerError):
-                    await (
-                        self._take(network, peer)
-                        if self.kind != "clock"
-                        else self._send_lies(network, peer)
-                    )
+                    await (self._send_lies if self.kind == "clock" else self._take)(peer)
 
-    async def _take(self, network: SimNetwork, peer: str) -> None:
-        request = codec.encode(ListingRequest(self.swarm, b"", 0, 0))
-        listing = await network.requests.request(
-            peer,
-            ids.LISTING_PROTOCOL,
-            request,
-            deadline=10.0,
-            max_response_bytes=limits.LISTING_RESPONSE_BYTES,
+    async def _ask(self, peer: str, protocol: str, request: Any, limit: int) -> bytes:
+        assert self.network is not None
+        return await self.network.requests.request(
+            peer, protocol, codec.encode(request), deadline=10.0, max_response_bytes=limit
         )
-        contents = [
-            listed.content
-            for listed in codec.decode(
-                listing, ListingResponse, limits.LISTING_RESPONSE_BYTES
-            ).groups[-16:]
-        ]
-        if not contents:
+
+    async def _take(self, peer: str) -> None:
+        most = limits.LISTING_RESPONSE_BYTES
+        request = ListingRequest(self.swarm, b"", 0, 0)
+        listing = await self._ask(peer, ids.LISTING_PROTOCOL, request, most)
+        listed = codec.decode(listing, ListingResponse, most).groups[-16:]
+        if not listed:
             return
-        answer = await network.requests.request(
-            peer,
-            ids.GROUPS_PROTOCOL,
-            codec.encode(GroupsRequest(contents)),
-            deadline=10.0,
-            max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
-        )
-        for group in codec.decode(answer, GroupsResponse, limits.GROUPS_RESPONSE_BYTES).groups:
+        fetch, most = GroupsRequest([each.content for each in listed]), limits.GROUPS_RESPONSE_BYTES
+        answer = await self._ask(peer, ids.GROUPS_PROTOCOL, fetch, most)
+        for group in codec.decode(answer, GroupsResponse, most).groups:
             if group.status == "ok":
                 self._overhear(group.body)
 
-    async def _send_lies(self, network: SimNetwork, peer: str) -> None:
+    async def _send_lies(self, peer: str) -> None:
         number = self._rng.randrange
         when = int(determinism.now() * 1000) + self._rng.choice(
             (-WRONG_MS, -60_000, 60_000, WRONG_MS)
@@ -280,14 +245,8 @@ class Hostile:
         )
         session = seal_session(Session(bytes(16), when, when), self.author.key, self.swarm)
         summary = seal_summary(lie, self.author.key, self.swarm)
-        request = codec.encode(NeighboursRequest(self.swarm, [], session, summary, 1))
-        await network.requests.request(
-            peer,
-            ids.NEIGHBOURS_PROTOCOL,
-            request,
-            deadline=10.0,
-            max_response_bytes=limits.NEIGHBOURS_RESPONSE_BYTES,
-        )
+        request = NeighboursRequest(self.swarm, [], session, summary, 1)
+        await self._ask(peer, ids.NEIGHBOURS_PROTOCOL, request, limits.NEIGHBOURS_RESPONSE_BYTES)
 
     # -- requests it answers
 
@@ -355,16 +314,11 @@ class Hostile:
         await trio.lowlevel.checkpoint()
         asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
         shelf = {listed.content: frame for listed, frame in self._shelf}
-        return codec.encode(
-            GroupsResponse(
-                [
-                    GroupResponse("ok", shelf[content])
-                    if content in shelf
-                    else GroupResponse("unknown")
-                    for content in asked.contents
-                ]
-            )
-        )
+        bodies = [shelf.get(content) for content in asked.contents]
+        answers = [
+            GroupResponse("ok", body) if body else GroupResponse("unknown") for body in bodies
+        ]
+        return codec.encode(GroupsResponse(answers))
 
     async def _neighbours(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()

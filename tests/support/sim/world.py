@@ -3,12 +3,14 @@ simulation ends when all nodes are connected and train again."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,16 +265,12 @@ class World:
                 self.wires.changed()
             case "cut" | "one_way":
                 inside = {str(node.address) for node in nodes}
-                ways = [
-                    self.wires.way(a, b)
-                    for a in sorted(self._places)
-                    for b in sorted(self._places)
-                    if a != b
-                    and (
+                ways = self._ways(
+                    lambda a, b: (
                         (a in inside and b not in inside)
                         or (fault.kind == "cut" and a not in inside and b in inside)
                     )
-                ]
+                )
                 for way in ways:
                     way.cut = True
                 await trio.sleep(fault.seconds)
@@ -281,17 +279,16 @@ class World:
                 self.wires.changed()
             case "slow":
                 addresses = {str(node.address) for node in nodes}
-                ways = [
-                    self.wires.way(a, b)
-                    for a in sorted(self._places)
-                    for b in sorted(self._places)
-                    if a != b and addresses & {a, b}
-                ]
+                ways = self._ways(lambda a, b: bool(addresses & {a, b}))
                 for way in ways:
                     way.rate, way.delay = way.rate / 50, way.delay + 0.5
                 await trio.sleep(fault.seconds)
                 for way in ways:
                     way.rate, way.delay = way.rate * 50, way.delay - 0.5
+
+    def _ways(self, is_hit: Callable[[str, str], bool]) -> list[Way]:
+        pairs = itertools.permutations(sorted(self._places), 2)
+        return [self.wires.way(a, b) for a, b in pairs if is_hit(a, b)]
 
     # -- invariants
 

@@ -9,7 +9,7 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.reputation import BAN
 from tests.support.fakes.network import MemorySwarm
-from tests.support.hosts import ECHO, ask, hosts, serve_echo
+from tests.support.hosts import ask, hosts, serve_echo
 from tests.support.waiting import until, wait_connected
 
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
@@ -58,22 +58,6 @@ async def test_every_request_failure_is_a_peer_error(pair):
         with pytest.raises(PeerError):
             await ask(one, "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X")
         assert await ask(one, other.peer_id) == b"x"
-
-
-async def test_concurrent_requests_are_limited(pair):
-    busy = trio.Event()
-
-    async def slow(peer: str, data: bytes) -> bytes:
-        busy.set()
-        await trio.sleep(0.3)
-        return data
-
-    async with pair as (one, other), trio.open_nursery() as nursery:
-        other.requests.serve(ECHO, slow, concurrent=2, per_peer=1, **LIMITS)
-        nursery.start_soon(ask, one, other.peer_id)
-        await busy.wait()
-        with pytest.raises(PeerError):
-            await ask(one, other.peer_id)
 
 
 async def test_rejected_peer_is_ignored_then_disconnected(pair):

@@ -1,16 +1,20 @@
 """Content of a manifest, reasons against honouring it, and its effect on a configuration."""
 
+import msgspec
 import pytest
 
 from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.swarm import manifest, requirements
+from swarmnode.swarm.known import known_peers
 from swarmnode.wire.manifest import follows, open_manifest
 from swarmnode.wire.messages import Access, ModelRef, Setting, TaskEntry
 from tests.support.manifests import CONFIG, MODEL, founded, succeeding
 
 SECRET = bytes(range(32))
+MEMBER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+OTHER = "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq"
 
 
 def changed(**sections):
@@ -153,12 +157,11 @@ def test_model_is_identified_by_its_hashes():
 
 
 def test_members_include_founder_and_bootstrap_peers():
-    bootstrap = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
     opened = founded(
         access=Access([OTHER_PEER], b""),
-        bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{bootstrap}", "/unix/socket"],
+        bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{MEMBER}", "/unix/socket"],
     )
-    assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, bootstrap}
+    assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, MEMBER}
     assert problems(opened, peer=OTHER_PEER) == []
     assert "not on its member list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
     assert manifest.members(founded().manifest) is None
@@ -207,25 +210,17 @@ def test_terms_replace_settings_and_are_reported():
     assert next(change for change in changes if change.key == "training.temperature").was == 0.5
 
 
-@pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
-def test_own_group_size_stays_within_bounds(own, agreed):
-    assert (
-        manifest.apply_terms(changed(training={"num_generations": own}), founded())[
-            0
-        ].training.num_generations
-        == agreed
-    )
-
-
-@pytest.mark.parametrize(("own", "agreed"), [(8, 8), (100, 100), (4096, 512)])
-def test_own_completion_length_stays_below_the_limit(own, agreed):
+@pytest.mark.parametrize(
+    ("name", "own", "agreed"),
+    [
+        *(("num_generations", own, agreed) for own, agreed in ((2, 4), (4, 4), (9, 9), (64, 16))),
+        *(("max_completion_length", own, agreed) for own, agreed in ((8, 8), (4096, 512))),
+    ],
+)
+def test_own_sizes_stay_within_bounds(name, own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
-    assert (
-        manifest.apply_terms(changed(training={"max_completion_length": own}), opened)[
-            0
-        ].training.max_completion_length
-        == agreed
-    )
+    config, _ = manifest.apply_terms(changed(training={name: own}), opened)
+    assert getattr(config.training, name) == agreed
 
 
 @pytest.mark.parametrize("model", ["embedded", "org/model"])
@@ -256,3 +251,37 @@ def test_manifest_model_is_used_by_default():
     assert manifest.apply_terms(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
     assert manifest.apply_terms(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
     assert manifest.apply_terms(CONFIG, founded(models=[]))[0].policy.model == "embedded"
+
+
+# ---- known peers
+
+
+def test_nobody_is_known_without_a_list_a_secret_or_a_name():
+    for opened in (None, founded()):
+        known = known_peers([], opened)
+        assert not known
+        assert MEMBER not in known
+
+
+def test_named_peers_are_known_and_others_are_not():
+    known = known_peers([MEMBER], founded())
+    assert MEMBER in known
+    assert OTHER not in known
+
+
+def test_anyone_knows_every_peer():
+    assert OTHER in known_peers(["anyone"], None)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_members_of_a_list_and_of_a_private_swarm_are_known(private):
+    opened = founded()
+    access = msgspec.structs.replace(
+        opened.manifest.access,
+        members=[] if private else [MEMBER],
+        secret=bytes(32) if private else b"",
+    )
+    manifest = msgspec.structs.replace(opened.manifest, access=access)
+    known = known_peers([], msgspec.structs.replace(opened, manifest=manifest))
+    assert MEMBER in known
+    assert (OTHER in known) == private

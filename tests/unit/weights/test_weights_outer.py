@@ -1,5 +1,4 @@
-"""The outer rules against the paper's algebra, and the bound of stability against simulated
-replicas."""
+"""The outer rule against the paper's algebra, and the steps of one replica."""
 
 import math
 
@@ -18,7 +17,6 @@ from swarmnode.weights.trainer.outer import OuterState, host_copy, prepare
 from tests.support.outer_rules import (
     average,
     blend,
-    contraction,
     outer_step,
     outer_step_of_two_tensors,
 )
@@ -40,12 +38,6 @@ def inner_steps(parameters, rng):
 def pairs(count, rng):
     order = torch.randperm(count, generator=rng).tolist()
     return list(zip(order[::2], order[1::2], strict=True))
-
-
-def spread_of(replicas):
-    return sum(
-        float(torch.stack([r[n] for r in replicas]).double().var(0).sum()) for n in replicas[0]
-    )
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.3, 0.5), (0.0, 1.0)])
@@ -72,29 +64,6 @@ def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
     for a, b in zip(one, two, strict=True):
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
-
-
-def disagreement(rule, rounds, count=64, size=1500):
-    """Squared disagreement of `count` replicas that only average, after every round."""
-    replicas = [replica(i, size) for i in range(count)]
-    states = [OuterState(r, rule) for r in replicas]
-    rng = torch.Generator().manual_seed(0)
-    seen = []
-    for _ in range(rounds):
-        thetas = [dict(s.phi) for s in states]
-        for i, j in pairs(count, rng):
-            mean = blend(thetas[i], thetas[j])
-            outer_step(states[i], mean)
-            outer_step(states[j], mean)
-        seen.append(spread_of([s.phi for s in states]))
-    return seen
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.0, 1.0), (0.5, 0.3)])
-def test_disagreement_contracts_at_the_derived_rate(alpha, beta):
-    seen = disagreement(Rule(alpha, beta), 26)
-    measured = (seen[25] / seen[5]) ** (1 / 20)
-    assert measured == pytest.approx(contraction(alpha, beta, share=64 / (2 * 63)), rel=0.03)
 
 
 def test_unshared_tensor_keeps_its_momentum():
