@@ -48,32 +48,28 @@ def tensors(cell, trained):
     ]
 
 
-def test_nodes_have_one_base_and_an_adapter_each(run):
-    cell, row = run(Arm(2))
-    for ours, theirs in zip(*tensors(cell, trained=False), strict=True):
+def test_nodes_share_a_base_and_train_on_groups_that_passed_admission(run):
+    cell, row = run(Arm(3))
+    for ours, theirs, *_ in zip(*tensors(cell, trained=False), strict=True):
         assert ours is theirs or ours.equal(theirs)  # A is copied and equal on all nodes
     assert all(
         ours is not theirs and not ours.equal(theirs)
-        for ours, theirs in zip(*tensors(cell, trained=True), strict=True)
+        for ours, theirs, *_ in zip(*tensors(cell, trained=True), strict=True)
     )
-    assert [len(node["tokens"]) for node in row["nodes"]] == [4, 4]
-
-
-def test_nodes_train_on_groups_that_passed_admission(run):
-    cell, row = run(Arm(3))
     assert all(node.admission.statistics().candidates for node in cell.swarm.nodes)
-    assert all(sum(node["external"]) for node in row["nodes"])
-    assert all(node["judged"]["used"] == sum(node["external"]) for node in row["nodes"])
+    for node in row["nodes"]:
+        assert len(node["tokens"]) == 4
+        assert node["judged"]["used"] == sum(node["external"]) > 0
 
 
-def test_nodes_that_do_not_share_train_alone(run):
-    _, row = run(Arm(2, shares=False))
-    assert all(not sum(node["external"]) and set(node["own"]) == {4} for node in row["nodes"])
-
-
-def test_fixed_split_samples_the_same_number_in_each_step(run):
-    _, row = run(Arm(2, own_groups=3))
-    assert all(set(node["own"]) == {3} for node in row["nodes"])
+@pytest.mark.parametrize(
+    ("arm", "own", "shares"), [(Arm(2, shares=False), 4, False), (Arm(2, own_groups=3), 3, True)]
+)
+def test_arms_sample_the_groups_of_their_split(run, arm, own, shares):
+    _, row = run(arm)
+    for node in row["nodes"]:
+        assert set(node["own"]) == {own}
+        assert shares or not sum(node["external"])
 
 
 def test_averaging_moves_nodes_together(run, monkeypatch):

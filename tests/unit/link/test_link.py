@@ -14,12 +14,7 @@ from swarmnode.link.server import LinkServer
 from swarmnode.rollouts.groups import Drawn
 from swarmnode.stages.crew_messages import (
     CrewEnd,
-    CrewStart,
-    StageAssignment,
-    StageStatus,
-    TrainerOffer,
 )
-from swarmnode.stages.specs import ModelCost, PartCost
 from tests.support.groups import external_group
 from tests.support.waiting import until
 
@@ -61,43 +56,6 @@ class Recorder:
 def data_dir(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path
-
-
-async def test_draw_does_not_block_the_step(data_dir):
-    async with trio.open_nursery() as nursery:
-        await nursery.start(LinkServer(data_dir, Recorder()).run)
-        with Link(data_dir, lambda: HELLO) as link:
-            await trio.to_thread.run_sync(link.welcome, 30.0)
-            link.request_external(6, policy_version=3, per_peer=2)
-            assert await trio.to_thread.run_sync(link.take_external, 5.0) == [THEIRS] * 6
-            assert link.take_external(0.0) == []
-        nursery.cancel_scope.cancel()
-
-
-async def test_crew_messages_go_both_ways(data_dir):
-    recorder, received = Recorder(), []
-    offering = TrainerOffer(
-        b"m" * 32, 2e9, 1e12, ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1))
-    )
-    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)
-    server = LinkServer(data_dir, recorder)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(server.run)
-        with Link(data_dir, lambda: HELLO, stages=received.append) as link:
-            await trio.to_thread.run_sync(link.welcome, 30.0)
-            link.send(offering)
-            link.send(status)
-            await until(lambda: len(recorder.seen) == 3)
-            assert recorder.seen[1:] == [offering, status]
-            members = ("a", "b", "c")
-            assigned = StageAssignment(
-                b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock"
-            )
-            for message in (assigned, CrewStart(b"c" * 32), CrewEnd("over")):
-                assert server.send_to_trainer(message)
-            await until(lambda: len(received) == 3)
-            assert received == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
-        nursery.cancel_scope.cancel()
 
 
 async def test_network_restart_loses_no_queued_message(data_dir):

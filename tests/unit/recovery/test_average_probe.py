@@ -142,15 +142,6 @@ async def test_no_probe_without_inputs_or_crew(fleet):
         assert not closed.measure(mine, mean, lambda losses: None)
 
 
-async def test_no_verdict_without_the_later_stages(fleet):
-    one = fleet()
-    async with one.up() as crew:
-        await learn(crew, 1)
-        mine, mean = tensors(one.stations[1])
-        one.peers[1].channel.ended[3] = "closed"
-        assert await verdict(one, 1, mine, mean) is None
-
-
 async def test_deadline_of_a_verdict_grows_with_the_steps(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
@@ -170,7 +161,7 @@ async def test_deadline_of_a_verdict_grows_with_the_steps(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean, step_seconds=10.0)
 
 
-async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
+async def test_no_verdict_out_of_memory_or_of_weights_that_are_not_finite(fleet, monkeypatch):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -179,18 +170,14 @@ async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
         def full(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(stage_averaging, "_with_tensors", full)
-        assert await verdict(one, 1, mine, mean) is None
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(stage_averaging, "_with_tensors", full)
+            assert await verdict(one, 1, mine, mean) is None
         assert await verdict(one, 1, mine, mean)
-
-
-async def test_non_finite_own_weights_give_no_verdict(fleet):
-    one = fleet()
-    async with one.up() as crew:
-        await learn(crew, 1)
-        mine, mean = tensors(one.stations[3])
-        assert await verdict(one, 3, {n: t * float("inf") for n, t in mine.items()}, mean) is None
+        infinite = {n: t * float("inf") for n, t in mine.items()}
+        assert await verdict(one, 1, infinite, mean) is None
+        one.peers[1].channel.ended[3] = "closed"
+        assert await verdict(one, 1, mine, mean) is None, "without the later stages"
 
 
 async def test_replaced_adapter_weights_change_the_output(fleet, models):

@@ -72,19 +72,13 @@ def test_weight_error_is_at_most_half_a_quantum():
     )
 
 
-@pytest.mark.parametrize("block", [1, 100, 149, 10**6])
+@pytest.mark.parametrize("block", [1, 100, 149])
 def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
     weight = torch.randn(7, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     weight[4] = 0
     needed = weight.float().abs().amax(1) / 127
     scales = needed * torch.tensor([1.0, 0.999, 0.9, 1.1, 1.0, 2.0, 0.996])
-    chosen = torch.where(needed <= 1.004 * scales, scales, needed)
-    codes = (
-        torch.where(chosen[:, None] > 0, weight.float() / chosen[:, None], 0.0)
-        .round()
-        .clamp(-127, 127)
-        .to(torch.int8)
-    )
+    codes, chosen = quantise(weight, scales)  # the block is larger than the matrix
     monkeypatch.setattr(quantised_module, "BLOCK", block)
     in_pieces = quantise(weight, scales)
     assert torch.equal(in_pieces[0], codes)

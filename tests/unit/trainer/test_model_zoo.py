@@ -8,16 +8,12 @@ import torch
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
+from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
-from swarmnode.policy.logprobs import score
-from swarmnode.policy.text import silent_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
 from swarmnode.rollouts.trainer.batch import assemble, own_group
-from swarmnode.rollouts.trainer.judge import judge
 from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.state import Counters
-from tests.support.groups import sampled_group
 from tests.support.model_zoo import CONFIGS, build
 
 REFUSED = {"mamba"}
@@ -39,9 +35,8 @@ def opened(directory, lora=0):
     return PolicyConfig(model=str(directory), devices="cpu", lora=LoraSettings(r=lora))
 
 
-def steps(cfg, policy, option, external=()):
-    """Return the statistics of two steps on groups sampled by the engine `option`, and on the
-    groups `external`."""
+def steps(cfg, policy, option):
+    """Return the statistics of two steps on groups sampled by the engine `option`."""
     training = TrainingConfig(
         max_completion_length=TOKENS, learning_rate=1e-3, num_generations=4, options=[option]
     )
@@ -56,17 +51,21 @@ def steps(cfg, policy, option, external=()):
         while len(done) < len(QUESTIONS):
             done += generation.finished(step)
         own = [own_group(one.sample, [1.0, 0.0, 0.0, 1.0]) for one in done]
-        results.append(engine.update(assemble([*own, *external], "grpo")))
+        results.append(engine.update(assemble(own, "grpo")))
     return results
 
 
+@pytest.mark.parametrize(
+    ("option", "lora"),
+    [("continuous", 0), pytest.param("lockstep", 4, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
-def test_a_model_is_tried_and_trained(directory, kind):
-    cfg = opened(directory(kind))
+def test_a_model_is_tried_and_trained(directory, kind, option, lora):
+    cfg = opened(directory(kind), lora)
     policy = load_policy(cfg)
     trial = try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))
     assert trial.tokens > 0
-    for result in steps(cfg, policy, "continuous"):
+    for result in steps(cfg, policy, option):
         assert result.stepped
         assert math.isfinite(result.loss)
         assert 0 < result.grad_norm < math.inf
@@ -79,34 +78,3 @@ def test_a_model_that_cannot_train_is_one_line(directory, kind):
     with pytest.raises(Unavailable, match="cannot be") as refused:
         try_loaded(cfg, load_policy(cfg), TrainingConfig())
     assert "\n" not in str(refused.value)
-
-
-def from_peer(policy, prompt):
-    """A group of ordinary tokens that a peer with the same policy may have sampled."""
-    head, generator = policy.encode_prompt(prompt), torch.Generator().manual_seed(3)
-    silent = silent_ids(policy.tokenizer, policy.eos_ids)
-    ordinary = [i for i in range(policy.vocab_size) if i not in silent]
-    draws = [torch.randint(len(ordinary), (n,), generator=generator) for n in (5, 9, 14, 7)]
-    answers = [[*(ordinary[i] for i in draw.tolist()), policy.eos_id] for draw in draws]
-    logprobs = score(policy, [(head, ids) for ids in answers], 1.0)
-    completions = [
-        SampledCompletion(ids, chosen, policy.decode(ids), "eos")
-        for ids, chosen in zip(answers, logprobs, strict=True)
-    ]
-    return sampled_group(policy, GroupSample(head, completions), prompt, [1.0, 0.0, 0.0, 1.0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("option", "lora"), [("lockstep", 4), ("continuous", 0)])
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
-def test_trains_on_peer_and_own_groups(directory, kind, option, lora):
-    cfg = opened(directory(kind), lora)
-    policy = load_policy(cfg)
-    try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))
-    config = Config(policy=cfg, weights=WeightsConfig(rule="off"))
-    peer = make_whole_policy(config, policy, Counters(), lambda message: None)
-    judgement = judge([from_peer(policy, QUESTIONS[0])], policy, peer.score, 1.0)
-    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    for result in steps(cfg, policy, option, judgement.accepted):
-        assert result.stepped
-        assert result.effective_external is not None

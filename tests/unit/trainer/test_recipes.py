@@ -33,21 +33,19 @@ def text_of(name):
     return (resources.files("swarmnode") / "recipes" / f"{name}.toml").read_text()
 
 
-def model_shape(model):
+def model_config(model):
     size = re.search(r"-([\d.]+B)-", model)[1]
     hidden, intermediate, layers, heads, keys, tied = SHAPES[size]
-    return Shape.of_config(
-        {
-            "model_type": "qwen2",
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": keys,
-            "tie_word_embeddings": tied,
-            "vocab_size": 152064 if size == "7B" else 151936,
-        }
-    )
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "tie_word_embeddings": tied,
+        "vocab_size": 152064 if size == "7B" else 151936,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +55,7 @@ def test_recipe_figures_equal_the_plan(name):
     where = policy.device if policy.device != "auto" else "cuda"
     method = Method(where, policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
     shape, length, card = (
-        model_shape(policy.model),
+        Shape.of_config(model_config(policy.model)),
         PROMPT + training.max_completion_length,
         int(re.search(r"(\d+)gb", name)[1]) if where == "cuda" else 8,
     )
@@ -153,18 +151,7 @@ def test_names_a_gpu_without_torch_support(tmp_path, monkeypatch, device, build,
 )
 def test_too_large_recipe_error_names_a_fitting_one(name, free, also, monkeypatch):
     policy = settings.load(recipe=name, overrides=["policy.devices=cuda"]).config.policy
-    hidden, intermediate, layers, heads, keys, tied = SHAPES[
-        re.search(r"-([\d.]+B)-", policy.model)[1]
-    ]
-    model = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        tie_word_embeddings=tied,
-    )
+    model = Qwen2Config(**model_config(policy.model))
     card = device.Placement(torch.device("cuda"), torch.bfloat16, "")
     monkeypatch.setattr(device, "free_bytes", lambda where: 24 * 10**9)
     assert device.fit(policy, model, card) is card
