@@ -3,6 +3,7 @@
 import copy
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -271,3 +272,20 @@ def test_small_copy_takes_two_bytes_per_weight(worker, tmp_path, monkeypatch):
     alone, both = peaks
     assert 11.5 < alone < 13.0
     assert 1.5 < both - alone < 3.0
+
+
+def test_last_checkpoint_is_not_written_during_a_step(monkeypatch):
+    written = []
+    monkeypatch.setattr(Recorder, "_write", lambda self, *about: written.append(about))
+    recorder = object.__new__(Recorder)
+    recorder._store = SimpleNamespace(flush=lambda: None)
+    optimizer = SimpleNamespace(lock=threading.Lock(), lr_scale=LrScale(taken=3))
+    recorder.unwritten = (
+        SimpleNamespace(optimizer=optimizer),
+        SimpleNamespace(lr_scale=LrScale(taken=3)),
+    )
+    recorder.write_last()
+    assert len(written) == 1
+    optimizer.lr_scale.next()  # the next step has begun to move the weights
+    recorder.write_last()
+    assert len(written) == 1

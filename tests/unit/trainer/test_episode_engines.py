@@ -4,6 +4,7 @@ import contextlib
 import functools
 import shutil
 from importlib import resources
+from unittest import mock
 
 import pytest
 import torch
@@ -185,63 +186,23 @@ def test_two_ranks_play_episodes_and_take_the_steps_of_one(model, scorer, option
         assert node.evaluate() == pytest.approx(alone.evaluate(), abs=0.15), "other draws"
 
 
-class Pool:
-    """The other one of two ranks. It answers each request without delay."""
-
-    count, others = 2, range(1, 2)
-
-    def __init__(self):
-        self.submitted, self.cancelled = [], []
-        self.busy = []
-
-    working = contextlib.nullcontext
-
-    def answers(self, kind):
-        return {}
-
-    def broadcast_weights(self):
-        pass
-
-    def is_busy(self, rank):
-        return False
-
-    def tell(self, rank, command):
-        if hasattr(command, "submit"):
-            self.submitted += command.submit
-            self.cancelled += command.cancel
-            self.busy = command.submit
-
-    def poll(self, seconds):
-        pass
-
-
-class Own:
-    """Rank 0's engine."""
-
-    def __init__(self):
-        self.submitted, self.cancelled = [], []
-
-    def submit(self, request):
-        self.submitted.append(request)
-
-    def cancel(self, number):
-        self.cancelled.append(number)
-
-    def finished(self, version):
-        return []
-
-    def statistics(self):
-        return GenerationStatistics(0)
-
-
 def test_later_turns_go_to_the_rank_of_their_rows():
     policy = load_policy(Config.model_validate({"policy": {"devices": "cpu"}}).policy)
-    pool, own = Pool(), Own()
+    submitted, cancelled = [], []
+
+    def tell(rank, command):
+        submitted.extend(getattr(command, "submit", ()))
+        cancelled.extend(getattr(command, "cancel", ()))
+
+    pool = mock.MagicMock(count=2, others=range(1, 2), tell=tell)
+    pool.answers.return_value, pool.is_busy.return_value = {}, False
+    own = mock.Mock()
+    own.finished.return_value, own.statistics.return_value = [], GenerationStatistics(0)
     generation = SharedGeneration(own, pool, policy, Sampling(3, 8), policy.random_generator(0))
     for number in range(2):  # one for each rank
         generation.submit(Request(number, "12", continues=True))
     generation.finished(0)
-    (there,) = [one.number for one in pool.submitted]
+    (there,) = [one.number for one in submitted]
     done = FinishedRequest(there, GroupSample([1], [SampledCompletion([2], [0.0], "a", "eos")] * 3))
     generation._done.append(done)
     assert generation.finished(0) == [done]
@@ -249,9 +210,9 @@ def test_later_turns_go_to_the_rank_of_their_rows():
         generation.submit(Request(turn, [1, 2, 3], 1, follows=there, continues=True))
     generation.cancel(there)
     generation.finished(0)
-    assert [one.number for one in pool.submitted] == [there, -1, -2, -3]
-    assert pool.cancelled == [there]
-    assert len(own.submitted) == 1
+    assert [one.number for one in submitted] == [there, -1, -2, -3]
+    assert cancelled == [there]
+    assert own.submit.call_count == 1
     for turn in (-1, -2, -3):
         generation.cancel(turn)
     assert (generation._asked, generation._kept) == ({0: 0}, {0: 0}), "rank 0's first turn"
