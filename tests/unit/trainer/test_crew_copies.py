@@ -85,6 +85,14 @@ class One:
     def sample(self, step):
         return self.copy.sample(step, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(1))
 
+    async def refetched(self, at, never=None):
+        """Fetch until the copy is at a step, and at no time at `never`."""
+        with trio.fail_after(60):
+            while not self.copy.is_at(at):
+                assert never is None or not self.copy.is_at(never)
+                self.copy.start_fetch(self.layers, at)
+                await trio.lowlevel.checkpoint()
+
     async def followed(self, at):
         self.copy.start_fetch(self.layers, at)
         await until(lambda: self.copy.is_at(at))
@@ -150,11 +158,7 @@ async def test_late_fetch_is_not_written_to_the_next_copy(one):
     assert ids(one.sample(0)) == first, "the base again"
     on.set()
     later = one.at(3)
-    with trio.fail_after(60):
-        while not one.copy.is_at(later):
-            assert not one.copy.is_at(asked)
-            one.copy.start_fetch(one.layers, later)
-            await trio.lowlevel.checkpoint()
+    await one.refetched(later, never=asked)
 
 
 async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
@@ -184,10 +188,7 @@ async def test_refresh_that_does_not_fit_is_skipped(one, monkeypatch, error):
         await until(lambda: failed)
         await trio.testing.wait_all_tasks_blocked()
         assert ids(one.sample(1)) == first, "the copy is as it was"
-    with trio.fail_after(60):
-        while not one.copy.is_at(at):
-            one.copy.start_fetch(one.layers, at)
-            await trio.lowlevel.checkpoint()
+    await one.refetched(at)
     assert ids(one.sample(1)) != first
 
 

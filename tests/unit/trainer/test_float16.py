@@ -1,6 +1,7 @@
 """float16, the compute dtype of T4 and V100: the loss is scaled, and an overflow costs one step.
 
-The tests run on a CPU with the code for GPUs: accelerate's optimizer, torch's scaler, autocast.
+The tests run on a CPU with the code for GPUs: accelerate's optimizer, torch's scaler, autocast. One
+runs on a GPU too.
 """
 
 import math
@@ -17,6 +18,10 @@ from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
 
 HALF = PolicyConfig(devices="cpu", dtype="float16")
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 TOO_LARGE = 2.0**40
 """A scale at which every gradient overflows."""
 
@@ -54,7 +59,9 @@ def test_computes_in_float16_with_float32_weights(policy):
     assert not any(policy.obstacles.values())
 
 
-def test_overflow_skips_the_step_and_lowers_the_scale(policy, rows):
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_overflow_skips_the_step_and_lowers_the_scale(devices, rows):
+    policy = load_policy(HALF.model_copy(update={"devices": devices}))
     updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
     scaler = policy.accelerator.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": TOO_LARGE})

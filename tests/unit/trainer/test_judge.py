@@ -14,6 +14,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import LEAST_PROBABILITY
+from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import (
     CHECKS,
@@ -25,9 +26,9 @@ from swarmnode.rollouts.trainer.judge import (
 from swarmnode.rollouts.trainer.needed import ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
 from swarmnode.tasks.frames import Scored, ScorerFailed
-from swarmnode.wire.messages import Completion
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
-from tests.support.groups import external_group, sampled_group
+from tests.support.groups import external_group
 
 PROMPT = (
     "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
@@ -46,15 +47,37 @@ def sample(policy):
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def external(policy, sample, *, texts=None, shift=0.0, rewards=(1.0, 0.0, 0.0, 0.0), **claims):
-    """Return a sample as a peer's group; `shift` is added to the log-probability of each token."""
-    texts = texts or [c.text for c in sample.completions]
+def external(
+    policy,
+    sample,
+    *,
+    texts=None,
+    packed=True,
+    shift=0.0,
+    model=None,
+    tokenizer=None,
+    rewards=(1.0, 0.0, 0.0, 0.0),
+    temperature=1.0,
+):
+    """Return a sample as a peer's group. packed: False for a group without token ids. shift: added
+    to the log-probability of each token."""
     completions = [
-        replace(c, text=text, logprobs=[x + shift for x in c.logprobs])
-        for c, text in zip(sample.completions, texts, strict=True)
+        Completion(
+            text,
+            len(c.ids),
+            min(0.0, math.fsum(c.logprobs) + shift * len(c.ids)),
+            c.finish,
+            pack_ids(c.ids) if packed else b"",
+            pack_logprobs([x + shift for x in c.logprobs]) if packed else b"",
+        )
+        for c, text in zip(
+            sample.completions, texts or [c.text for c in sample.completions], strict=True
+        )
     ]
-    changed = replace(sample, completions=completions)
-    return sampled_group(policy, changed, PROMPT, list(rewards), **claims)
+    made_by = model or policy.fingerprint, tokenizer or policy.tokenizer_hash
+    sampling = SamplingParams(temperature, 1.0, 8)
+    group = RolloutGroup(TaskRef("rg/gcd", "v", 0, 0), *made_by, 0, 0, 0, sampling, completions)
+    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
 
 
 def judged(policy, group, checks=CHECKS):

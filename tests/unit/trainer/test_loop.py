@@ -1,5 +1,4 @@
-"""The trainer with a real link, a real scorer and the embedded policy: learning, peers' groups,
-stop and resume."""
+"""The trainer with a real link, a real scorer and the embedded policy: learning, stop, resume."""
 
 import itertools
 import threading
@@ -8,16 +7,10 @@ import pytest
 import torch
 import trio
 
-from swarmnode.config import Config, PolicyConfig
-from swarmnode.policy.generate import Sampling, generate
-from swarmnode.policy.load import load_policy
+from swarmnode.config import Config
 from swarmnode.process import Progress
-from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.loop import Trainer
-from swarmnode.wire.messages import TaskRef
-from tests.support.groups import sampled_group
 from tests.support.network_side import ME, SWARM, NetworkSide, run_trainer
 
 pytestmark = pytest.mark.slow
@@ -86,41 +79,6 @@ async def test_restarted_trainer_repeats_no_question(tmp_path):
     assert second.reports[-1].reward_held_out_start == first.reports[-1].reward_held_out_start
     assert min(group.sequence for group in second.published) > max(
         group.sequence for group in first.published
-    )
-
-
-def groups_of_a_peer(count):
-    """Return groups with real questions and rewards, as another node with the same policy would
-    sample them."""
-    policy = load_policy(PolicyConfig())
-    generator = policy.random_generator(7)
-    out, peer, sequence = [], "12D3KooWpeer", 0
-    with Scorer() as scorer:
-        while len(out) < count:
-            seed, index = task_seed(SWARM, peer, sequence, "rg/gcd")
-            ref = TaskRef("rg/gcd", task_version("rg/gcd"), seed, index)
-            sequence += 1
-            prompt = scorer.score(ref, []).prompt
-            sample = generate(policy, [prompt], Sampling(8, 8), generator)[0]
-            scored = scorer.score(ref, [c.text for c in sample.completions])
-            assert isinstance(scored, Scored)
-            if len(set(scored.rewards)) < 2:
-                continue
-            out.append(
-                sampled_group(policy, sample, prompt, scored.rewards, task=ref, sequence=sequence)
-            )
-    return out
-
-
-async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
-    network = NetworkSide(await trio.to_thread.run_sync(groups_of_a_peer, 6))
-    await train(tmp_path, network, max_steps=4, seed=2)
-    last = network.reports[-1]
-    assert network.outcomes == ["used"] * 6
-    assert last.external_groups_total == 6
-    assert last.peers_used == {"12D3KooWpeer": 6}
-    assert min(report.own_groups for report in network.reports if report.step > 0) < 8, (
-        "more from others means fewer of its own"
     )
 
 
