@@ -11,9 +11,10 @@ import trio
 
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import identity
+from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.api import Requests
 from swarmnode.p2p.network import NO_SWARM, Libp2pNetwork, open_host
-from tests.support.waiting import wait_connected
+from tests.support.waiting import until, wait_connected
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 2**20, "max_response_bytes": 2**20}
@@ -63,6 +64,38 @@ async def host(
         cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
     ) as network:
         yield network
+
+
+@contextlib.asynccontextmanager
+async def relayed(
+    directory: Path, *, hole_punching: bool = False, **settings: Any
+) -> AsyncIterator[tuple[Libp2pNetwork, Libp2pNetwork, Libp2pNetwork]]:
+    """Yield (relay, a, b): a and b have a reservation. Their swarms differ, so that no addresses
+    are reported. settings: of the relay."""
+    async with host(directory / "relay", relay="server", **settings) as relay:
+        known = {
+            "initial_peers": relay.listen_addrs,
+            "relay": "client",
+            "hole_punching": hole_punching,
+        }
+        async with (
+            host(directory / "a", swarm=bytes([1]) * 32, **known) as a,
+            host(directory / "b", swarm=bytes([2]) * 32, **known) as b,
+        ):
+            await until(lambda: relay.statistics().nat.relay.reservations == 2)
+            await until(lambda: a.connected() and b.connected())
+            yield relay, a, b
+
+
+def place(relay: Libp2pNetwork) -> Circuit:
+    """Return the address of a relay's circuits."""
+    return Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
+
+
+async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None:
+    """Connect a with b through the relay."""
+    await a.nat.client.call(b.peer_id, place(relay))
+    await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
 def serve_echo(network: Network, **options: Any) -> None:

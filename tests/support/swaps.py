@@ -27,7 +27,6 @@ from swarmnode.weights.messages import (
     Accepted,
     Busy,
     Here,
-    Message,
     Payload,
     Ready,
     Refused,
@@ -257,8 +256,6 @@ class Hostile:
         self.ways = list(ways)
         self.sends: Exception | None = None
         self.proposes_every = proposes_every
-        self.answers: Counter[str] = Counter()
-        """Answers to its proposals, by type."""
         self._hub, self._parties = hub, parties
         self._swaps: dict[bytes, str] = {}
         self._way = ""
@@ -277,16 +274,13 @@ class Hostile:
                     if isinstance(party, Party):
                         nursery.start_soon(self.propose, name)
 
-    async def propose(self, peer: str, fragment: int = 0) -> Message:
+    async def propose(self, peer: str) -> None:
         party = self._parties[peer]
         name = self._hub.rng.randbytes(16)
-        swap = Swap(name, party.replica.fingerprint, fragment, party.outer_step, BLOCKS)
-        data = await self._hub.request(self.name, peer, strict.encode(swap), 5.0)
-        answer = decode_message(data)
-        self.answers[type(answer).__name__] += 1
-        if isinstance(answer, Accepted):
+        swap = Swap(name, party.replica.fingerprint, 0, party.outer_step, BLOCKS)
+        answer = await self._hub.request(self.name, peer, strict.encode(swap), 5.0)
+        if isinstance(decode_message(answer), Accepted):
             self._begin(name)
-        return answer
 
     def _begin(self, name: bytes) -> None:
         self._swaps[name] = self.ways[len(self._swaps) % len(self.ways)]
@@ -311,12 +305,11 @@ class Hostile:
 
 @contextlib.asynccontextmanager
 async def swarm(
-    kinds: Mapping[str, Callable[..., Any]], *, every: int = EVERY, seed: int = 0
+    kinds: Mapping[str, Callable[..., Any]], *, every: int = EVERY
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield running parties by name. every: training steps, of one second each, between outer
     steps."""
     hub, parties = Hub(), dict[str, Any]()
-    hub.rng.seed(seed)
     for name, kind in kinds.items():
         parties[name] = kind(hub, name, parties, every)
     async with trio.open_nursery() as nursery:

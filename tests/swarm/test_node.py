@@ -149,13 +149,3 @@ def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
     )
     assert after["node"]["peer"] == before["node"]["peer"]
     assert after["trainer"]["report"]["step"] >= before["trainer"]["report"]["step"]
-
-
-def test_a_signal_ends_the_node_after_its_step(swarm):
-    node = swarm[1]
-    before = status(node)["trainer"]["report"]["step"]
-    node.stop()
-    wait_for(lambda: not node.alive(), "it has ended", 60.0)
-    assert node.exit_code() == 0
-    states = run_command(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
-    assert json.loads(states.stdout)["states"][0]["step"] >= before

@@ -179,14 +179,3 @@ def test_rules_evaluate_against_real_series(prometheus):
     assert {
         rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"
     } == {}
-
-
-def test_every_node_shows_the_swarm(prometheus):
-    url, _ = prometheus
-    made_up = 'on (instance) swarmnode_node_info{swarm_name="local"}'  # the member of a crew
-    found = query_api(url, "/api/v1/query", query=f"swarmnode_claimed_peers unless {made_up}")[
-        "result"
-    ]
-    claimed = {each["metric"]["instance"]: float(each["value"][1]) for each in found}
-    assert len(claimed) == 2
-    assert max(claimed.values()) == 1

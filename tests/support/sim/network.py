@@ -23,7 +23,7 @@ from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.budget import TrafficStatistics
 from swarmnode.p2p.connection_manager import Admission, ConnectionManager, Dialer
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.discovery import Discovery, render_book
+from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.neighbours import Neighbours
 from swarmnode.p2p.network import TARGET_PEERS
@@ -273,14 +273,6 @@ class SimNetwork(PeerScores):
     def traffic(self) -> TrafficStatistics:
         return TrafficStatistics(received=dict(self.received), sent=dict(self.sent))
 
-    def open_connections(self) -> list[SimConnection]:
-        """Return the oldest open connection with each peer."""
-        found: dict[str, SimConnection] = {}
-        for each in self.connections:
-            if each.link.open:  # type: ignore[attr-defined]
-                found.setdefault(each.peer, each)  # type: ignore[arg-type]
-        return list(found.values())
-
     def connection(self, peer: str) -> SimConnection:
         """Return a connection to `peer`. Raise PeerError."""
         for each in self.connections.with_peer(peer):
@@ -350,9 +342,6 @@ class SimNetwork(PeerScores):
         if self.alive:
             self.requests.lost(connection)
             self.connections.closed(connection)
-
-    def book(self) -> bytes:
-        return render_book(self.peers, self.reputation, trio.current_time())
 
 
 # ---- requests ------------------------------------------------------------------------------------

@@ -50,14 +50,19 @@ async def test_flood_beyond_the_window_is_dropped():
         assert await bounded.serves()
 
 
+async def hoard(peer, streams):
+    """Leave 200 kB unread in each of `streams` streams, unless the connection is lost."""
+    with contextlib.suppress(Exception):
+        for _ in range(streams):
+            stream = await peer.open("/test/hold/1")
+            await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+
+
 async def test_unread_bytes_per_connection_are_bounded():
     async def fill(host, streams):
         before = host.rss()
         async with attacker.connect(host.address) as peer:
-            with contextlib.suppress(Exception):
-                for _ in range(streams):
-                    stream = await peer.open("/test/hold/1")
-                    await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+            await hoard(peer, streams)
             await host.rests()
             return host.rss() - before
 
@@ -120,10 +125,7 @@ async def test_process_limit_drops_the_largest_connection():
             ]
             before = host.rss()
             for peer in attackers:
-                with contextlib.suppress(Exception):
-                    for _ in range(40):  # 8 MB each
-                        stream = await peer.open("/test/hold/1")
-                        await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+                await hoard(peer, 40)  # 8 MB each
             await host.rests()
             assert sum(peer.lost.is_set() for peer in attackers) >= 2
             assert host.rss() - before < 2 * limit
@@ -142,9 +144,7 @@ async def test_a_small_connection_that_reaches_the_limit_stays():
             attacker.connect(host.address) as hoarder,
         ):
             for peer, frames in ((hoarder, 38), (honest, 4)):  # 7.6 and 0.8 MB
-                for _ in range(frames):
-                    stream = await peer.open("/test/hold/1")
-                    await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+                await hoard(peer, frames)
                 await host.rests()
             assert hoarder.lost.is_set()
             assert not honest.lost.is_set()

@@ -9,51 +9,34 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
 from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
-from swarmnode.p2p.addresses import Address, Circuit, parse
+from swarmnode.p2p.addresses import Address, parse
 from swarmnode.p2p.punch import DCUTR, connect_from, dialable_targets
 from swarmnode.p2p.stream_calls import run_on_new_stream, write_message
-from tests.support.hosts import echo, host
+from tests.support.hosts import ask, call, host, relayed, serve_echo
 from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
-async def called(tmp_path, **settings):
+async def called(tmp_path, hole_punching=True):
     """Open (relay, a, b): a has dialled b through the relay; both advertise their listening
     addresses."""
-    async with host(tmp_path / "relay", relay="server") as relay:
-        known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
-        async with (
-            host(tmp_path / "a", swarm=bytes([1]) * 32, **known) as a,
-            host(tmp_path / "b", swarm=bytes([2]) * 32, **known) as b,
-        ):
-            for each in (a, b):
-                each.nat.puncher.own = lambda each=each: [parse(each.listen_addrs[0])[0]]
-            await until(
-                lambda: (
-                    relay.statistics().nat.relay.reservations == 2
-                    and a.connected()
-                    and b.connected()
-                )
-            )
-            await a.nat.client.call(
-                b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
-            )
-            await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
-            yield relay, a, b
+    async with relayed(tmp_path, hole_punching=hole_punching) as (relay, a, b):
+        for each in (a, b):
+            each.nat.puncher.own = lambda each=each: [parse(each.listen_addrs[0])[0]]
+        await call(a, b, relay)
+        yield relay, a, b
 
 
 async def test_direct_connection_replaces_the_circuit(tmp_path):
     """Only requests that were pending when the circuit was closed may fail."""
     async with called(tmp_path) as (relay, a, b):
-        b.requests.serve("/t/1", echo, max_request_bytes=64, max_response_bytes=64)
+        serve_echo(b)
         failed = after = 0
         with trio.fail_after(60):
             while after < 10:
                 direct = relay.statistics().nat.relay.circuits == 0
                 try:
-                    await a.requests.request(
-                        b.peer_id, "/t/1", b"x", deadline=5.0, max_response_bytes=64
-                    )
+                    await ask(a, b.peer_id)
                     after += direct
                 except PeerError:
                     failed += 1

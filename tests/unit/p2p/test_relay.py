@@ -10,39 +10,12 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
-from swarmnode.p2p.addresses import Circuit, parse
-from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.addresses import parse
 from swarmnode.p2p.relay import HOP, STOP, RelayLimits, RelayState
 from swarmnode.p2p.relay_client import Reservations
 from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
-from tests.support.hosts import host
+from tests.support.hosts import ask, call, host, place, relayed, serve_echo
 from tests.support.waiting import until
-
-NAME = "/test/relay/1"
-
-
-@contextlib.asynccontextmanager
-async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **settings):
-    """Open (relay, a, b): b has a reservation; the swarms differ, so that no addresses are
-    reported."""
-    async with host(tmp_path / "relay", relay="server", **settings) as relay:
-        known = {"initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
-        async with (
-            host(tmp_path / "a", swarm=swarms[0], **known) as a,
-            host(tmp_path / "b", swarm=swarms[1], **known) as b,
-        ):
-            await until(lambda: relay.statistics().nat.relay.reservations == 2)
-            await until(lambda: a.connected() and b.connected())
-            yield relay, a, b
-
-
-def place(relay: Libp2pNetwork) -> Circuit:
-    return Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
-
-
-async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None:
-    await a.nat.client.call(b.peer_id, place(relay))
-    await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
 async def test_peer_without_reservation_cannot_be_called(tmp_path):
@@ -128,14 +101,9 @@ async def test_circuit_ends_at_its_byte_limit(tmp_path, monkeypatch):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
-        async def swallow(peer, data):
-            return b""
-
-        b.requests.serve(NAME, swallow, max_request_bytes=2**20, max_response_bytes=64)
+        serve_echo(b)
         with pytest.raises(PeerError):
-            await a.requests.request(
-                b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64
-            )
+            await ask(a, b.peer_id, bytes(2**20), deadline=10.0)
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected())
         await until(lambda: relay.statistics().nat.relay.circuits == 0)
         assert relay.peer_id in a.connected()
@@ -285,9 +253,7 @@ async def test_relay_without_budget_ends_circuits(tmp_path):
 
         relay.set_budget(allows)
         with pytest.raises(PeerError):
-            await a.requests.request(
-                b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10
-            )
+            await ask(a, b.peer_id, bytes(1000), deadline=20.0)
         await until(lambda: relay.statistics().nat.relay.circuits == 0, 10.0)
         assert set(asked) == {"relay"}
         with pytest.raises(PeerError):
