@@ -210,15 +210,20 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
 
 
 def build(
-    kind: str, directory: Path, tokenizer: PreTrainedTokenizerBase, scale: float = 6.0
+    kind: str,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    scale: float = 6.0,
+    rows: int | None = None,
 ) -> Path:
     """Write a random model of `kind` with `tokenizer` to `directory`.
 
     Args:
         scale: Factor of all matrices. It makes the next token neither certain nor uniform.
+        rows: Size of the vocabulary, if not the tokenizer's.
     """
     torch.manual_seed(5)
-    config = CONFIGS[kind](len(tokenizer))
+    config = CONFIGS[kind](rows or len(tokenizer))
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.bos_token_id = None
     model = AutoModelForCausalLM.from_config(config)

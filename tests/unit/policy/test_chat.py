@@ -52,9 +52,7 @@ def test_system_prompt_and_arguments_stand_around_every_question(tokenizer) -> N
 def test_settings_of_a_missing_template_are_refused(tokenizer) -> None:
     tokenizer.chat_template = None
     assert asked(tokenizer) == "3+4?"
-    with pytest.raises(
-        Unavailable, match=r"policy\.chat is set, and policy\.model has no chat template"
-    ):
+    with pytest.raises(Unavailable, match=r"is set, and policy\.model has no chat template"):
         asked(tokenizer, system="Be brief.")
 
 
@@ -68,16 +66,7 @@ def test_settings_of_a_missing_template_are_refused(tokenizer) -> None:
         ),
         ("{% if %}", {}, "the chat template of policy.model fails"),
         ("{{ messages[7].content }}", {}, "fails"),
-        (
-            TEMPLATE,
-            {"chat_template": "{{ 7 }}"},
-            "chat_template is an argument of apply_chat_template",
-        ),
-        (
-            TEMPLATE,
-            {"tokenize": True, "tools": "x"},
-            "tokenize, tools is an argument of apply_chat_template",
-        ),
+        (TEMPLATE, {"tokenize": True, "tools": "x"}, "tokenize, tools is an argument of apply_cha"),
     ],
 )
 def test_failing_template_is_one_line_at_load(tokenizer, template, settings, problem) -> None:
@@ -194,14 +183,10 @@ def test_usual_templates_pass(smollm2, template, settings) -> None:
 
 
 def test_the_date_in_a_template_is_fixed(smollm2) -> None:
-    tokenizer = smollm2("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
-    assert encoded(tokenizer, "3+4?").startswith("26 Jul 2024\n")
-    spaced = smollm2("{{ strftime_now ('%d %b %Y') }}\n" + CHATML)
-    assert encoded(spaced, "3+4?").startswith("26 Jul 2024\n")
-
-
-def encoded(tokenizer, question):
-    return tokenizer.decode(encode_prompt(tokenizer, question, chat_of(tokenizer)))
+    for spelling in ("strftime_now(", "strftime_now ("):
+        tokenizer = smollm2("{{ " + spelling + "'%d %b %Y') }}\n" + CHATML)
+        shown = tokenizer.decode(encode_prompt(tokenizer, "3+4?", chat_of(tokenizer)))
+        assert shown.startswith("26 Jul 2024\n")
 
 
 def test_special_tokens_in_a_question_are_text(smollm2) -> None:
@@ -268,13 +253,9 @@ def test_a_swarm_agrees_on_the_chat_settings() -> None:
     plain = founded({})
     own = Config.model_validate({"policy": {"chat": chat}})
     without = msgspec.structs.replace(plain.manifest, settings=[])
-    assert (
-        manifest.apply_terms(own, msgspec.structs.replace(plain, manifest=without))[0].policy.chat
-        == {}
-    )
-    assert manifest.apply_terms(own, plain)[0].policy.chat == {}, (
-        "members of a swarm without one have none"
-    )
+    for terms in (plain, msgspec.structs.replace(plain, manifest=without)):
+        agreed = manifest.apply_terms(own, terms)[0]
+        assert agreed.policy.chat == {}, "members of a swarm without one have none"
     with pytest.raises(ConfigError, match=r"policy\.chat takes \d+ bytes in the manifest, of 1024"):
         founded({"system": "x" * 1100})
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swarmnode.policy.decode import grow
-from swarmnode.policy.slots import fill, unsuited
+from swarmnode.policy.slots import fill
 
 PROMPTS = [[5, 9, 7, 12, 8], [11, 6], [9, 9, 4]]
 GENERATIONS, STEPS = 3, 40
@@ -38,7 +38,3 @@ def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, start):
             some.keep(kept)
             left = [left[row] for row in kept]
     assert left == [1, 5]
-
-
-def test_slots_do_not_suit_a_sliding_window(policies):
-    assert "sliding" in unsuited(policies["mistral"])

@@ -2,6 +2,7 @@
 against the peak of a trainer."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from swarmnode.cli import run
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Unavailable
 from swarmnode.model_shape import Shape
+from swarmnode.policy import load
 from swarmnode.policy.device import count_parameters
 from swarmnode.policy.footprint import (
     Method,
@@ -273,16 +275,12 @@ def test_invalid_hub_name_fails_with_one_line(offline, capsys):
 # ---- 8-bit moments -------------------------------------------------------------------------------
 
 
-def test_unsupported_8_bit_moments_fail_before_loading(monkeypatch):
-    from swarmnode.policy import load
-
-    wanted = PolicyConfig(devices="cpu", optim="adamw_8bit")
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        Unavailable,
-        match=r"^policy.optim 'adamw_8bit' needs bitsandbytes: pip install 'bitsandbytes>=0.45'$",
-    ):
-        load.load_policy(wanted)
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
+@pytest.mark.parametrize("wanted", [{"optim": "adamw_8bit"}, {"quantization": "8bit"}])
+def test_unsupported_8_bits_fail_before_loading(monkeypatch, wanted):
+    config = PolicyConfig.model_validate({"devices": "cpu", "lora": {"r": 8}, **wanted})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    with pytest.raises(Unavailable, match=r"needs bitsandbytes: pip install 'bitsandbytes>=0.45'$"):
+        load.load_policy(config)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     with pytest.raises(Unavailable, match="needs a CUDA device, not cpu"):
-        load.load_policy(wanted)
+        load.load_policy(config)

@@ -13,6 +13,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
+from tests.support.gaps import gaps, rows_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,23 +31,12 @@ def _after():
     load_policy(PolicyConfig(devices="cpu"))
 
 
-def rows(groups):
-    return [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
-
-
 def load(directory, **settings):
     return load_policy(
         PolicyConfig.model_validate(
             {"model": str(directory), "devices": "cuda", "dtype": "float32"} | settings
         )
     )
-
-
-def gaps(policy, groups):
-    recorded = torch.tensor([x for g in groups for c in g.completions for x in c.logprobs])
-    return (
-        recorded - torch.tensor([x for row in score(policy, rows(groups), 1.0) for x in row])
-    ).abs()
 
 
 def test_auto_is_the_gpu_in_bfloat16():
@@ -66,55 +56,60 @@ def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, t
     assert gaps(policy, groups).max() < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, monkeypatch):
-    policy = load(model_dir(kind))
-    made = []
-    real = recorded.record
+@pytest.fixture
+def made(monkeypatch):
+    """The recordings that were made."""
+    found, real = [], recorded.record
     monkeypatch.setattr(
-        recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
+        recorded, "record", lambda policy, step: (found.append(real(policy, step)), found[-1])[1]
     )
+    return found
+
+
+def launched(work):
+    """Return what `work` returns when steps are launched singly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded, "recordable", lambda policy: False)
+        return work()
+
+
+def scale(policy):
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.mul_(1.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, made):
+    policy = load(model_dir(kind))
     # another batch shape, then changed weights: every call records again
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
         before = len(made)
-        found = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
+        sampled = lambda prompts=prompts, count=count: rows_of(
+            generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
+        )
+        found = sampled()
         assert len(made) > before
-        with monkeypatch.context() as patch:
-            patch.setattr(recorded, "recordable", lambda policy: False)
-            single = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
-        assert [i for _, i in rows(found)] == [i for _, i in rows(single)]
-        with torch.no_grad():
-            for parameter in policy.trainable_parameters():
-                parameter.mul_(1.01)
+        assert found == launched(sampled)
+        scale(policy)
     assert all(graph is not None for graph in made)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, monkeypatch):
+def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, made):
     """Recorded steps equal single launches if few rows fit and weights change between calls."""
     policy = load(model_dir(kind))
-    made = []
-    real = recorded.record
-    monkeypatch.setattr(
-        recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
-    )
 
     def sampled(tokens):
         engine = Continuous(
             policy, MicroBatcher(tokens), Sampling(3, 40, temperature), policy.random_generator(1)
         )
-        return rows(answered(engine, PROMPTS))
+        return rows_of(answered(engine, PROMPTS))
 
     for tokens in (400, 16384):
-        found = sampled(tokens)
-        with monkeypatch.context() as patch:
-            patch.setattr(recorded, "recordable", lambda policy: False)
-            expected = sampled(tokens)
-        assert [ids for _, ids in found] == [ids for _, ids in expected]
-        with torch.no_grad():
-            for parameter in policy.trainable_parameters():
-                parameter.mul_(1.01)
+        assert sampled(tokens) == launched(lambda tokens=tokens: sampled(tokens))
+        scale(policy)
     assert len(made) >= 2
     assert all(graph is not None for graph in made)
 
@@ -139,10 +134,8 @@ def test_cpu_and_gpu_agree(model_dir):
     directory = model_dir("qwen2")
     here = load_policy(PolicyConfig(model=str(directory), devices="cpu"))
     groups = generate(here, PROMPTS, Sampling(4, 8), here.random_generator(1))
-    on_cpu = score(here, rows(groups), 1.0)
-    on_gpu = score(load(directory), rows(groups), 1.0)
-    flat = lambda values: torch.tensor([x for row in values for x in row])
-    torch.testing.assert_close(flat(on_gpu), flat(on_cpu), atol=1e-3, rtol=0)
+    assert gaps(here, groups).max() < 1e-4
+    assert gaps(load(directory), groups).max() < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
@@ -174,7 +167,7 @@ def test_an_adapter_learns_on_a_frozen_base(model_dir, quantization):
     groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(1))
     assert gaps(policy, groups).median() < 0.2
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-2, fused=True)
-    batch = collate(rows(groups), policy.pad_id, policy.device)
+    batch = collate(rows_of(groups), policy.pad_id, policy.device)
     losses = []
     for _ in range(12):
         logprobs, _ = completion_logprobs(policy, batch, 1.0)

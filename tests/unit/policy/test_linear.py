@@ -14,6 +14,7 @@ from swarmnode.policy.logprobs import Row, score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.trainer.batch import Rows
 from swarmnode.trainer.update import Updater
+from tests.support.gaps import gaps
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN is used with AVX-512"
@@ -90,14 +91,8 @@ def test_adapted_layer_equals_pefts(shape, frozen_a, monkeypatch):
 
 
 def sampled_gap(policy):
-    """Return the largest difference between recorded log-probabilities and those of scoring."""
     groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(0))
-    return max(
-        abs(a - b)
-        for group in groups
-        for c in group.completions
-        for a, b in zip(c.logprobs, score(policy, [(group.prompt_ids, c.ids)], 1.0)[0], strict=True)
-    )
+    return gaps(policy, groups, alone=True).max()
 
 
 def test_sampling_with_merged_weights_equals_scoring(policy):
@@ -115,14 +110,8 @@ def test_merged_weights_follow_the_policy(policy):
     assert sampled_gap(policy) < 1e-4
     updater = Updater(policy, TrainingConfig(learning_rate=0.05), MicroBatcher(4096))
     answers = [Row([5, 6, 7], [8, 9]), Row([5, 6, 7], [10, 11])]
-    rows = Rows(
-        answers,
-        score(policy, answers, 1.0),
-        torch.tensor([1.0, -1.0]),
-        torch.ones(2),
-        [0, 0],
-        [False, False],
-    )
+    advantages, old_logprobs = torch.tensor([1.0, -1.0]), score(policy, answers, 1.0)
+    rows = Rows(answers, old_logprobs, advantages, torch.ones(2), [0, 0], [False, False])
     old = merged.merged_weights(policy)
     assert updater.update(rows).stepped
     assert policy.base not in merged._copies, "the update needs the memory"

@@ -49,10 +49,8 @@ def test_a_tokenizer_without_padding_token_is_padded_with_eos(llama):
     path.write_text(json.dumps(settings))
     policy = load_policy(cpu(llama))
     assert policy.pad_id == policy.eos_id
-    assert (
-        len(generate(policy, ["1", "Calculate 1 + 2."], Sampling(2, 3), policy.random_generator(0)))
-        == 2
-    )
+    prompts = ["1", "Calculate 1 + 2."]
+    assert len(generate(policy, prompts, Sampling(2, 3), policy.random_generator(0))) == 2
 
 
 def test_adapter_can_be_bypassed(llama):
@@ -141,24 +139,17 @@ def test_fingerprint_does_not_depend_on_sharding(llama, policies):
     assert load_policy(cpu(llama)).fingerprint == policies["llama"].fingerprint
 
 
-def test_fingerprint_ignores_bookkeeping(llama):
+def test_fingerprint_is_of_architecture_and_weights(llama):
     before = fingerprint(llama)
     edit_config(llama, transformers_version="9.9.9", use_cache=False, _name_or_path="somewhere")
     assert fingerprint(llama) == before
-
-
-def test_fingerprint_sees_the_architecture(llama):
-    before = fingerprint(llama)
     edit_config(llama, rms_norm_eps=1e-5)
-    assert fingerprint(llama) != before
-
-
-def test_fingerprint_sees_one_weight(llama):
-    before = fingerprint(llama)
+    another = fingerprint(llama)
+    assert another != before
     tensors = load_file(llama / "model.safetensors")
     tensors["model.norm.weight"][3] += 1e-6
     save_file(tensors, llama / "model.safetensors")
-    assert fingerprint(llama) != before
+    assert fingerprint(llama) not in (before, another)
 
 
 def test_tokenizer_hash_covers_only_the_mapping(plain_tokenizer_dir, policies):
@@ -194,22 +185,62 @@ def test_a_gated_model_names_the_remedy(monkeypatch):
         published_shape("owner/gated")
 
 
-def test_directory_without_a_model_is_refused(tmp_path):
-    with pytest.raises(Unavailable, match=r"no config\.json"):
-        load_policy(cpu(tmp_path))
+def remove(name):
+    return lambda llama: (llama / name).unlink()
 
 
-def test_pickled_weights_are_not_loaded(llama):
+def pickled(llama):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    with pytest.raises(Unavailable, match="only safetensors"):
-        load_policy(cpu(llama))
 
 
-def test_truncated_weights(llama):
+def truncated(llama):
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(Unavailable):
+
+
+def git_lfs_pointer(llama):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 7\n"
+    (llama / "model.safetensors").write_text(pointer)
+
+
+def only_an_adapter(llama):
+    (llama / "config.json").unlink()
+    (llama / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def another_shape(llama):
+    weights, name = load_file(llama / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight"
+    changed = weights | {name: weights[name][:-1].clone()}
+    save_file(changed, llama / "model.safetensors", metadata={"format": "pt"})
+
+
+def head_without_weights(llama):
+    edit_config(llama, tie_word_embeddings=False)
+
+
+def not_causal(llama):
+    edit_config(llama, model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (remove("config.json"), r"no config\.json"),
+        (remove("tokenizer.json"), r"no tokenizer in .*: copy tokenizer\.json"),
+        (pickled, "only safetensors"),
+        (truncated, ""),
+        (git_lfs_pointer, r"model\.safetensors is a Git LFS pointer.* run `git lfs pull` in"),
+        (only_an_adapter, r"contains an adapter, .*`swarmnode export --merge`"),
+        (another_shape, r"other shapes .*\(model\.layers\.1\): download"),
+        (head_without_weights, r"lack 1 weights .*\(lm_head\)"),
+        (not_causal, "no causal language model of type qwen3_vl: use a text"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_one_line(llama, damage, problem):
+    damage(llama)
+    with pytest.raises(Unavailable, match=problem) as error:
         load_policy(cpu(llama))
+    assert "\n" not in str(error.value)
 
 
 def test_code_that_comes_with_a_model_is_not_run(llama):
@@ -224,40 +255,9 @@ def test_code_that_comes_with_a_model_is_not_run(llama):
     assert not (llama / "ran").exists()
 
 
-def test_a_model_that_is_no_causal_lm(llama):
-    edit_config(llama, model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
-    with pytest.raises(Unavailable, match="no causal language model of type qwen3_vl: use a text"):
-        load_policy(cpu(llama))
-
-
 def test_a_model_whose_export_could_not_be_opened_is_refused():
     with pytest.raises(Unavailable, match="no causal language model of type mllama"):
         device.count_parameters(MllamaConfig())
-
-
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 7\n"
-
-
-def test_a_git_lfs_pointer_names_the_remedy(llama):
-    (llama / "model.safetensors").write_text(POINTER)
-    with pytest.raises(
-        Unavailable, match=r"model\.safetensors is a Git LFS pointer.* run `git lfs pull` in"
-    ):
-        load_policy(cpu(llama))
-
-
-def test_an_adapter_is_no_model(llama):
-    (llama / "config.json").unlink()
-    (llama / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(Unavailable, match=r"contains an adapter, .*`swarmnode export --merge`"):
-        load_policy(cpu(llama))
-
-
-def test_a_directory_without_tokenizer_is_one_line(llama):
-    (llama / "tokenizer.json").unlink()
-    with pytest.raises(Unavailable, match=r"no tokenizer in .*: copy tokenizer\.json") as error:
-        load_policy(cpu(llama))
-    assert "\n" not in str(error.value)
 
 
 def test_missing_weights_are_refused(llama):
@@ -267,24 +267,6 @@ def test_missing_weights_are_refused(llama):
     ) as error:
         load_policy(cpu(llama))
     assert "\n" not in str(error.value)
-
-
-def test_weights_of_another_shape_are_named(llama):
-    weights = load_file(llama / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(
-        weights | {name: weights[name][:-1].clone()},
-        llama / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.raises(Unavailable, match=r"other shapes .*\(model\.layers\.1\): download"):
-        load_policy(cpu(llama))
-
-
-def test_a_head_that_is_neither_tied_nor_there_is_refused(llama):
-    edit_config(llama, tie_word_embeddings=False)
-    with pytest.raises(Unavailable, match=r"lack 1 weights .*\(lm_head\)"):
-        load_policy(cpu(llama))
 
 
 def test_unused_layers_are_named(llama):
@@ -313,29 +295,16 @@ def test_adapter_parameters_are_counted_without_weights(model_dir, kind):
     )
 
 
-def huge(llama):
-    """The configuration of a model with 70 billion parameters, without its weights."""
-    edit_config(
-        llama,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        head_dim=128,
-    )
-    (llama / "model.safetensors").unlink()
-    return llama
-
-
 def test_a_model_that_cannot_fit_is_refused_before_loading(llama, monkeypatch):
+    """The configuration is of a model with 70 billion parameters, whose weights do not exist."""
+    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    edit_config(llama, vocab_size=128256, **size, **heads)
+    (llama / "model.safetensors").unlink()
     monkeypatch.setattr(device, "free_bytes", lambda where: 64 * 2**30)
-    with pytest.raises(
-        DeviceError,
-        match=r"need about 1\d{3}\.\d GiB to train .* cpu has 64.0 GiB free; policy.lora.r",
-    ) as caught:
-        load_policy(cpu(huge(llama)))
+    told = r"need about 1\d{3}\.\d GiB to train .* cpu has 64.0 GiB free; policy.lora.r"
+    with pytest.raises(DeviceError, match=told) as caught:
+        load_policy(cpu(llama))
     assert "\n" not in str(caught.value)
 
 

@@ -22,6 +22,7 @@ from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import Rows, assemble, own_group
 from swarmnode.trainer import update
 from swarmnode.trainer.update import RowSelection, Updater
+from tests.support.gaps import rows_of
 
 
 class Mps(TorchFunctionMode):
@@ -72,8 +73,7 @@ def test_sampling_and_scoring_make_no_float64_on_the_device():
         rng = policy.random_generator(1)
         groups = generate(policy, prompts, asked, rng)
         groups += answered(Continuous(policy, MicroBatcher(4096), asked, rng), prompts)
-        rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
-        batch = logprobs.collate(rows, policy.pad_id)
+        batch = logprobs.collate(rows_of(groups), policy.pad_id)
         found = [logprobs.logprobs_by(way, policy, batch, 1.0)[0] for way in logprobs.WAYS]
     assert all(torch.allclose(each, found[0], atol=1e-4) for each in found)
 
@@ -169,14 +169,8 @@ def test_an_update_follows_log_probabilities_to_another_card(cards, monkeypatch)
         return made, made.detach()
 
     monkeypatch.setattr(update, "completion_logprobs", logprobs_there)
-    rows = Rows(
-        [Row([1, 2], [3, 4]), Row([1, 2], [5])],
-        [[-1.0, -1.0], [-1.0]],
-        torch.ones(2, device="cpu"),
-        torch.ones(2, device="cpu"),
-        [0, 0],
-        [False, False],
-    )
+    answers, ones = [Row([1, 2], [3, 4]), Row([1, 2], [5])], torch.ones(2, device="cpu")
+    rows = Rows(answers, [[-1.0, -1.0], [-1.0]], ones, ones, [0, 0], [False, False])
     # numbers of a fake tensor cannot be read
     monkeypatch.setattr(update.TokenSums, "read", lambda sums: update.TokenSums(tokens=len(sums)))
     updater = Updater(policy, TrainingConfig(), MicroBatcher(4096))

@@ -10,8 +10,10 @@ import pytest
 from swarmnode.policy import recorded
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.micro import MicroBatcher
+from tests.support.gaps import rows_of
 
 PROMPTS = [
     "Calculate 10 + 8.",
@@ -19,6 +21,17 @@ PROMPTS = [
     "Find the Least Common Multiple (LCM) of these numbers: 6, 9",
     "Spell this word backward: tree",
 ]
+
+
+def engine_of(policy, tokens=16384, most=40):
+    return Continuous(
+        policy, MicroBatcher(tokens), Sampling(2, most, 0.0), policy.random_generator(0)
+    )
+
+
+def answers(policy, tokens=16384):
+    """Return greedy answers of the continuous engine."""
+    return rows_of(answered(engine_of(policy, tokens), PROMPTS))
 
 
 class Graph:
@@ -34,20 +47,6 @@ class Graph:
         assert self._memory == [layer.keys.data_ptr() for layer in self._layers]
         self.replays += 1
         self._step()
-
-
-def answers(policy, tokens=16384, most=40):
-    """Greedy answers of the continuous engine, by number of the request, and the engine."""
-    engine = Continuous(
-        policy, MicroBatcher(tokens), Sampling(2, most, 0.0), policy.random_generator(0)
-    )
-    for number, prompt in enumerate(PROMPTS):
-        engine.submit(Request(number, prompt))
-    found = {}
-    while len(found) < len(PROMPTS):
-        for finished in engine.finished(0):
-            found[finished.number] = [c.ids for c in finished.sample.completions]
-    return found
 
 
 @pytest.fixture
@@ -86,10 +85,7 @@ def test_recorded_steps_sample_what_single_steps_sample(policies, kind, tokens, 
 
 
 def test_nothing_recorded_outlives_a_call(policies, graphs):
-    policy = policies["llama"]
-    engine = Continuous(
-        policy, MicroBatcher(16384), Sampling(2, 60, 0.0), policy.random_generator(0)
-    )
+    engine = engine_of(policies["llama"], most=60)
     engine.submit(Request(0, PROMPTS[0]))
     engine.finished(0)
     assert len(graphs) == 1

@@ -24,8 +24,8 @@ from swarmnode.policy.engine.served_weights import ServedWeights
 from swarmnode.policy.engine.vllm import VllmServer
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
+from tests.support.gaps import gaps
 from tests.support.served import real, standin
 from tests.support.served.standin import ANSWER_FAULTS, StandIn
 from tests.support.served.untied import untie
@@ -136,14 +136,6 @@ def move(policy, by=0.02):
             parameter.add_(by * torch.randn_like(parameter))
 
 
-def furthest(policy, samples, temperature):
-    """Largest difference between recorded log-probabilities and the policy's."""
-    rows = [(sample.prompt_ids, c.ids) for sample in samples for c in sample.completions]
-    recorded = [x for sample in samples for c in sample.completions for x in c.logprobs]
-    expected = [x for row in score(policy, rows, temperature) for x in row]
-    return max(abs(a - b) for a, b in zip(recorded, expected, strict=True))
-
-
 # ---- what both do --------------------------------------------------------------------------------
 
 
@@ -153,7 +145,7 @@ def test_recorded_log_probabilities_are_those_that_training_computes(place, tmp_
     engine = engine_of(place.url, policy, tmp_path, Sampling(4, 24, temperature))
     samples = drained(submitted(engine), version=7)
     assert [sample.prompt_ids for sample in samples] == [policy.encode_prompt(p) for p in PROMPTS]
-    assert furthest(policy, samples, temperature) < BOUND
+    assert gaps(policy, samples, temperature).max() < BOUND
     for completion in (c for sample in samples for c in sample.completions):
         assert completion.versions == [7] * len(completion.ids)
         assert (completion.ids[-1] in policy.eos_ids) == (completion.finish == "eos")
@@ -168,7 +160,7 @@ def test_the_server_follows_every_update(place, tmp_path, rank):
     engine = engine_of(place.url, policy, tmp_path, Sampling(4, 24))
     for version in range(3):
         samples = drained(submitted(engine), version)
-        assert furthest(policy, samples, 1.0) < BOUND
+        assert gaps(policy, samples).max() < BOUND
         assert {v for s in samples for c in s.completions for v in c.versions} == {version}
         with engine.pause():
             move(policy)
@@ -208,7 +200,7 @@ def test_an_id_without_a_token_is_never_sampled(place, tmp_path):
     policy = replace(place.policies[0].clone(), unused_ids=frozenset(range(20, 100)))
     engine = engine_of(place.url, policy, tmp_path, Sampling(8, 24, 2.0))
     samples = drained(submitted(engine))
-    assert furthest(policy, samples, 2.0) < BOUND
+    assert gaps(policy, samples, 2.0).max() < BOUND
     engine.close()
 
 
@@ -280,7 +272,7 @@ def test_invalid_answers_are_not_trained_on(first, fault):
     assert ANSWER_FAULTS[fault] in line["detail"]
     assert "\n" not in line["detail"]
     assert (line["resubmitted"], line["retry_seconds"]) == (3, RETRY_SECONDS)
-    assert furthest(policy, samples, 1.0) < BOUND, "the own engine has answered"
+    assert gaps(policy, samples).max() < BOUND, "the own engine has answered"
     assert engine.kind() == "lockstep"
     assert engine.server().state == "away"
     assert engine.server().failures == {line["reason"]: 1}
@@ -332,7 +324,7 @@ def test_stale_server_is_detected_at_the_next_load(first, fault, by):
         samples = drained(submitted(engine))
     (line,) = took_over(said)
     assert line["reason"] == "canary"
-    assert furthest(policy, samples, 1.0) < BOUND
+    assert gaps(policy, samples).max() < BOUND
 
 
 def test_missing_adapter_is_detected_early(first):
@@ -358,7 +350,7 @@ def test_restarted_server_is_used_again_later(first):
     assert [line["reason"] for line in took_over(said)] == ["version"]
     assert "'default'" in took_over(said)[0]["detail"]
     clock.now += RETRY_SECONDS
-    assert furthest(policy, drained(submitted(engine)), 1.0) < BOUND
+    assert gaps(policy, drained(submitted(engine))).max() < BOUND
     assert engine.kind() == "served"
 
 

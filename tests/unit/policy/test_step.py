@@ -19,31 +19,14 @@ from swarmnode.policy import slots
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import plain_logprobs
+from tests.support import model_zoo
 
-SHAPE = {
-    "vocab_size": 128,  # more than the tokenizer has
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+# more rows than the tokenizer has tokens
+SHAPE = model_zoo.SHAPE | {"vocab_size": 128, "num_key_value_heads": 2}
+SHAPE["max_position_embeddings"] = 64
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+YARN = DYNAMIC | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 COVERED = {
     "llama 3, tied": LlamaConfig(rope_parameters=LLAMA3, tie_word_embeddings=True, **SHAPE),
     "llama, biases everywhere": LlamaConfig(attention_bias=True, mlp_bias=True, **SHAPE),
@@ -62,11 +45,8 @@ def loaded(tmp_path, embedded):
 
     def load(config):
         torch.manual_seed(5)
-        config.eos_token_id, config.pad_token_id, config.bos_token_id = (
-            embedded.eos_id,
-            embedded.pad_id,
-            None,
-        )
+        config.eos_token_id, config.pad_token_id = embedded.eos_id, embedded.pad_id
+        config.bos_token_id = None
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -91,11 +71,16 @@ def test_sampled_logprobs_are_those_of_transformers(loaded, name, monkeypatch):
         policy, ["Calculate 10 + 8.", "12"], Sampling(3, 40), policy.random_generator(1)
     )
     assert len(used) >= 39
+    assert_plain_logprobs(policy, groups)
+    for completion in groups[0].completions:
+        assert max(completion.logprobs) - min(completion.logprobs) > 0.1
+
+
+def assert_plain_logprobs(policy, groups):
     for group in groups:
         for completion in group.completions:
             expected = plain_logprobs(policy, (group.prompt_ids, completion.ids))
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-            assert max(completion.logprobs) - min(completion.logprobs) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
@@ -128,7 +113,5 @@ def test_an_adapter_is_part_of_the_step(model_dir):
             parameter.add_(0.3 * torch.randn_like(parameter))
     assert slots.writes_out(policy)
     for some in (policy, replace(policy, adapter_off=True)):
-        (group,) = generate(some, ["12"], Sampling(3, 12), policy.random_generator(1))
-        for completion in group.completions:
-            expected = plain_logprobs(some, (group.prompt_ids, completion.ids))
-            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        sampled = generate(some, ["12"], Sampling(3, 12), policy.random_generator(1))
+        assert_plain_logprobs(some, sampled)

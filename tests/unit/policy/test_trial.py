@@ -31,6 +31,7 @@ from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
+from tests.support.gaps import gaps
 from tests.support.model_zoo import LEARNED_POSITIONS, LONG_ROPE_FROM, build
 
 PROMPTS = ["What is 3 + 4?", "Calculate 12 + 25 - 3."]
@@ -57,17 +58,6 @@ def sampled_by(kind, policy, sampling):
     if kind == "continuous":
         return answered(Continuous(policy, MicroBatcher(4096), sampling, rng), PROMPTS)
     return generate(policy, PROMPTS, sampling, rng)
-
-
-def gap_to_scoring(policy, groups):
-    """Return the largest difference of recorded log-probabilities from scoring row by row."""
-    gaps = [
-        abs(a - b)
-        for group in groups
-        for c in group.completions
-        for a, b in zip(c.logprobs, score(policy, [(group.prompt_ids, c.ids)], 1.0)[0], strict=True)
-    ]
-    return max(gaps)
 
 
 # --- the model's context
@@ -243,7 +233,7 @@ def test_model_that_ignores_masks_runs_without_padding(tmp_path, embedded, monke
     ignores_mask(load_policy(cfg), monkeypatch)
     policy = load_policy(cfg)
     assert not pads(policy)
-    assert gap_to_scoring(policy, sampled_by("lockstep", policy, Sampling(3, 12))) < 1e-3
+    assert gaps(policy, sampled_by("lockstep", policy, Sampling(3, 12)), alone=True).max() < 1e-3
     try_loaded(cfg, policy, TRAINING)
 
 

@@ -6,7 +6,7 @@ import string
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Incompatible
@@ -24,6 +24,8 @@ from swarmnode.policy.logprobs import (
 )
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages.trainer.stage_model import StageRuntime
+from tests.support.gaps import rows_of
+from tests.support.model_zoo import build
 from tests.support.split_models import split_model
 
 PROMPTS = ["3 + 4?", "Add 12 to 30, please."]
@@ -46,27 +48,8 @@ def tokenizer(holes):
 @pytest.fixture(scope="module", params=[frozenset(), HOLES], ids=["padded", "with holes"])
 def policy(request, tmp_path_factory):
     """Four of five rows have no token."""
-    torch.manual_seed(5)
-    directory, its = tmp_path_factory.mktemp("padded"), tokenizer(request.param)
-    config = Qwen2Config(
-        vocab_size=ROWS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=its.eos_token_id,
-        pad_token_id=its.pad_token_id,
-        bos_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6)
-    model.save_pretrained(directory)
-    its.save_pretrained(directory)
+    directory = tmp_path_factory.mktemp("padded")
+    build("qwen2", directory, tokenizer(request.param), rows=ROWS)
     return load_policy(PolicyConfig(model=str(directory), devices="cpu"))
 
 
@@ -90,7 +73,7 @@ def test_only_ids_with_a_token_are_sampled(policy, kind):
 @pytest.mark.parametrize("kind", ["lockstep", "continuous"])
 def test_every_way_scores_what_was_sampled(policy, kind):
     groups = sampled(policy, kind)
-    rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
+    rows = rows_of(groups)
     recorded = [x for group in groups for each in group.completions for x in each.logprobs]
     batch = collate(rows, policy.pad_id, policy.device)
     for way in WAYS:
