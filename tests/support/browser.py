@@ -96,12 +96,9 @@ class Tab:
 
     async def until(self, condition: str) -> None:
         """Wait in the page until `condition` holds. Raise RuntimeError after CALL_SECONDS."""
-        turns = (
-            f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) :"
-            " setTimeout(look, 20); look(); })"
-        )
+        look = f"const look = () => ({condition}) ? done(true) : setTimeout(look, 20); look();"
         try:
-            await self.js(turns)
+            await self.js(f"new Promise((done) => {{ {look} }})")
         except trio.TooSlowError:
             raise RuntimeError(f"never true: {condition}") from None
 
@@ -115,24 +112,14 @@ class Tab:
 
     async def look(self, width: int) -> None:
         """Set the viewport width in px."""
-        await self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
 
     async def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+        code = {"Tab": 9, "Escape": 27, "ArrowLeft": 37}[key]
         for kind in ("keyDown", "keyUp"):
-            await self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=codes[key],
-            )
+            event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
+            await self.call("Input.dispatchKeyEvent", **event)
 
     async def picture(self) -> bytes:
         """Return the whole page as PNG."""
@@ -146,13 +133,8 @@ async def chromium(directory: Path) -> AsyncIterator[Tab]:
     Chromium is not installed."""
     if CHROMIUM is None:
         raise RuntimeError("no Chromium on this machine")
-    command = [
-        CHROMIUM,
-        *QUIET,
-        f"--user-data-dir={directory / 'profile'}",
-        "--remote-debugging-port=0",
-        "about:blank",
-    ]
+    profile = f"--user-data-dir={directory / 'profile'}"
+    command = [CHROMIUM, *QUIET, profile, "--remote-debugging-port=0", "about:blank"]
     async with trio.open_nursery() as nursery:
         quietly = functools.partial(
             trio.run_process, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
@@ -182,12 +164,10 @@ async def _drain(stream: Any) -> None:
 
 def _first_tab(url: str) -> str:
     """Return the WebSocket address of the first tab."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-        url, timeout=START_SECONDS
-    ) as answer:
-        return str(
-            next(tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page")
-        )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=START_SECONDS) as answer:
+        tabs = json.load(answer)
+    return str(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))
 
 
 @contextlib.asynccontextmanager

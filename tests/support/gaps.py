@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
 
-from swarmnode.policy.generate import GroupSample
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.selector import answered
+from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.logprobs import score
+from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
+
+
+def sampled_by(
+    kind: str, policy: Policy, prompts: Sequence[str], sampling: Sampling, seed: int = 0
+) -> list[GroupSample]:
+    """Return completions of the engine `lockstep` or `continuous`."""
+    rng = policy.random_generator(seed)
+    if kind == "lockstep":
+        return generate(policy, prompts, sampling, rng)
+    return answered(Continuous(policy, MicroBatcher(4096), sampling, rng), prompts)
 
 
 def rows_of(groups: Iterable[GroupSample]) -> list[tuple[list[int], list[int]]]:

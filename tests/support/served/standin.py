@@ -133,7 +133,7 @@ class StandIn:
             with self._loaded:
                 self._loaded.wait_for(lambda: self._stopping or self.fault != "slow")
         if fault == "moved":
-            self._send(http, 307, b"", location=f"{self.url}/elsewhere")
+            self._send(http, 307, b"")
             return
         try:
             made = self._handle(target, body)
@@ -160,23 +160,16 @@ class StandIn:
         self._send(http, 200, data, half=fault == "half")
 
     def _send(
-        self,
-        http: BaseHTTPRequestHandler,
-        status: int,
-        data: bytes,
-        half: bool = False,
-        location: str = "",
+        self, http: BaseHTTPRequestHandler, status: int, data: bytes, half: bool = False
     ) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the client disconnected
             http.send_response(status)
             http.send_header("Content-Type", "application/json")
             http.send_header("Content-Length", str(len(data)))
-            if location:
-                http.send_header("Location", location)
+            if status == 307:
+                http.send_header("Location", f"{self.url}/elsewhere")
             http.end_headers()
             http.wfile.write(data[: len(data) // 2] if half else data)
-        except OSError:
-            pass  # the client disconnected
         http.close_connection = True
 
     def _handle(self, target: str, body: Any) -> Any:

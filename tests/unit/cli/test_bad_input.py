@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 
@@ -52,27 +53,20 @@ def make_founder(data):
 
 def run(words, data):
     """Run a command with the data directory `data` and return its exit code."""
-    arguments = {
-        "INVITE": f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}"
-        if (data / "manifest" / "current").is_file()
-        else ""
-    }
-    arguments |= {
-        name: str(data.parent / name) for name in ("new.key", "old.key", "secret", "m", "policy")
-    }
+    names = ("new.key", "old.key", "secret", "m", "policy")
+    arguments = {name: str(data.parent / name) for name in names}
+    if "INVITE" in words:
+        arguments["INVITE"] = f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}"
     return cli.run([*(arguments.get(word, word) for word in words.split()), "-d", str(data)])
 
 
 def tree(directory):
     """Return path → content of the files in a directory, without `run` and `log`."""
-    files = (
-        path
-        for path in directory.rglob("*")
-        if not {"run", "log"} & set(path.relative_to(directory).parts)
-    )
+    found = {path.relative_to(directory): path for path in directory.rglob("*")}
     return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in files
+        name: path.read_bytes() if path.is_file() else None
+        for name, path in found.items()
+        if not {"run", "log"} & set(name.parts)
     }
 
 
@@ -156,13 +150,19 @@ def test_a_missing_manifest_asks_to_join_again(node, capsys):
         check_error(capsys, "join again")
 
 
+@contextmanager
+def copied(node, size):
+    """Yield a file system of its own with a copy of the node and its files, and the copy."""
+    with mounted(node.parent / "disk", size) as disk:
+        for name in ("new.key", "secret", "m"):
+            shutil.copy2(node.parent / name, disk / name)
+        yield disk, shutil.copytree(node, disk / "node")
+
+
 @needs_mount
 @pytest.mark.parametrize("words", WRITES)
 def test_a_read_only_disk_stops_a_command_first(node, capsys, words):
-    with mounted(node.parent / "disk", "8m") as disk:
-        data = shutil.copytree(node, disk / "node")
-        for name in ("new.key", "secret", "m"):
-            shutil.copy2(node.parent / name, disk / name)
+    with copied(node, "8m") as (disk, data):
         read_only(disk)
         before = tree(disk)
         assert run(words, data) == 69
@@ -178,10 +178,7 @@ def test_a_full_disk_loses_no_file(node, capsys, words, monkeypatch):
     opened = founded(load_or_create(node / "identity.key").private_key, bootstrap=[ADDRESS])
     answer = {"peer": "12D3KooWAbsent", "manifest": opened.signed.hex(), "successor": ""}
     printed = subprocess.CompletedProcess([], 0, json.dumps(answer), "")
-    with mounted(node.parent / "disk", "1m") as disk:
-        data = shutil.copytree(node, disk / "node")
-        for name in ("new.key", "secret", "m"):
-            shutil.copy2(node.parent / name, disk / name)
+    with copied(node, "1m") as (disk, data):
         fill(disk)
         before = tree(disk)
         # Only `python -m swarmnode.swarm.join` is replaced; mount and umount are real.
@@ -210,16 +207,10 @@ def write_manifest(tmp_path, opened):
     return str(tmp_path / "theirs")
 
 
-OTHERS = [
-    "join {invite}",
-    "bootstrap {invite}",
-    "run -s swarm.invite={invite}",
-    "bootstrap --manifest {file}",
-    "init",
-]
+OTHERS = ["join {invite}", "bootstrap {invite}", "run -s swarm.invite={invite}", "init"]
 
 
-@pytest.mark.parametrize("words", OTHERS)
+@pytest.mark.parametrize("words", [*OTHERS, "bootstrap --manifest {file}"])
 def test_a_directory_stays_with_its_swarm(node, capsys, words):
     other = founded(name="another")
     invite = f"{ADDRESS}/swarm/{other.swarm.hex()}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.generate.frames import PEER
 from swarmnode.install import install_command
 from swarmnode.wire.messages import TaskEntry
 from tests.support.manifests import founded
@@ -59,10 +60,7 @@ def swarmnode(base, *arguments):
     )
 
 
-INVITE = (
-    "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/"
-    + "0" * 64
-)
+INVITE = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}/swarm/{'0' * 64}"
 
 
 @pytest.mark.parametrize(
@@ -92,24 +90,12 @@ def test_doctor_names_what_to_install(base, tmp_path):
 def test_a_bootstrap_node_runs_without_training_packages(base, tmp_path):
     manifest, data_dir = tmp_path / "m", tmp_path / "boot"
     # Neither task is installed.
-    opened = founded(
-        tasks=[TaskEntry("rg/gcd", "0" * 16, "{}"), TaskEntry("words:reverse", "0" * 16, "{}")]
-    )
+    opened = founded(tasks=[TaskEntry(n, "0" * 16, "{}") for n in ("rg/gcd", "words:reverse")])
     manifest.write_bytes(opened.signed)
-    command = [
-        sys.executable,
-        "-m",
-        "swarmnode",
-        "bootstrap",
-        "--manifest",
-        str(manifest),
-        "--data-dir",
-        str(data_dir),
-    ]
+    command = [sys.executable, "-m", "swarmnode", "bootstrap", "--manifest", manifest]
+    command += ["--data-dir", data_dir, "--set", "http.port=0"]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, "--set", "http.port=0"], stdout=log, stderr=log, env=base
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=base)
     try:
         addresses = data_dir / "run" / "addresses.json"
         deadline = time.monotonic() + 60

@@ -87,6 +87,7 @@ class FakeChild:
     """A child that answers with control characters."""
 
     def __init__(self, opening) -> None:
+        self.opening = opening
         self.asked: list[list[str]] = []
 
     def __enter__(self):
@@ -129,15 +130,8 @@ def test_before_needs_the_record_of_an_export(tmp_path, monkeypatch, capsys) -> 
     assert cli.run(["chat", str(tmp_path), "--before", "-d", str(tmp_path / "data")]) == 69
     assert "was not written by `swarmnode export`" in capsys.readouterr().err
     (tmp_path / "swarmnode.json").write_text('{"base": "embedded"}')
-    opened = []
-
-    class Opened(FakeChild):
-        def __init__(self, opening) -> None:
-            opened.append(opening)
-            super().__init__(opening)
-
-    monkeypatch.setattr(messages, "Child", Opened)
+    monkeypatch.setattr(messages, "Child", FakeChild)
     monkeypatch.setattr("builtins.input", lambda _: (_ for _ in ()).throw(EOFError))
     assert cli.run(["chat", str(tmp_path), "--before", "-d", str(tmp_path / "data")]) == 0
-    assert not opened[0].saved
-    assert '"model":"embedded"' in opened[0].config
+    assert not FakeChild.last.opening.saved
+    assert '"model":"embedded"' in FakeChild.last.opening.config

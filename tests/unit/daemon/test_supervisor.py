@@ -12,8 +12,6 @@ import trio
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
 from swarmnode.daemon.supervisor import Supervisor, describe_exit, parse_progress
-from swarmnode.errors import Unavailable
-from swarmnode.files import lock_data_dir
 from tests.support.waiting import until
 
 CHILD = textwrap.dedent("""
@@ -73,18 +71,6 @@ async def test_killed_child_is_restarted_alone(node):
         os.kill(os.getpid(), signal.SIGTERM)
     assert len(node.pids("network")) == 1
     assert node.statistics()["restarts"]["trainer"] == 1
-
-
-CRASHES = """progress('training', 0.01)
-    import json, pathlib
-    from datetime import datetime, timezone
-    log = pathlib.Path(marks) / "data" / "log" / "trainer.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(timezone.utc).isoformat()
-    line = {"timestamp": now, "level": "critical", "event": "crashed", "error": "IndexError: 131"}
-    with log.open("a") as file:
-        file.write(json.dumps(line) + "\\n")
-    sys.exit(1)"""
 
 
 async def test_repeated_exception_of_a_child_ends_the_node(node, monkeypatch):
@@ -177,14 +163,6 @@ open({str(seen)!r} + ".ready", "w").close()
         await until(lambda: all(file.with_suffix(".ready").exists() for file in (saved, seen)))
         os.kill(os.getpid(), signal.SIGTERM)
     assert seen.read_text() == "True"
-
-
-def test_one_node_per_data_directory(tmp_path):
-    held = lock_data_dir(tmp_path)
-    with pytest.raises(Unavailable, match=rf"in use by another node \(pid {os.getpid()}\)"):
-        lock_data_dir(tmp_path)
-    os.close(held)
-    os.close(lock_data_dir(tmp_path))
 
 
 @pytest.mark.parametrize(

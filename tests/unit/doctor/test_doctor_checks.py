@@ -98,7 +98,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (reach("0.0.0.0"), "warn", 0, "behind NAT"),
         (reach("0.0.0.0", announced=["/dns4/me.example/tcp/4001"]), "ok", 0, "me.example"),
         (clock(synchronised=False), "warn", 0, "not synchronised"),
-        (clock(synchronised=True, offset=86_400.0), "fail", 69, "86400 s behind the clocks of m"),
+        (clock(synchronised=True, offset=86_400.0), "fail", 69, "86400 s behind the clocks of"),
         (clock(synchronised=True, offset=-29.0), "ok", 0, "sync"),
         (on_cpu(), "ok", 0, "no accelerator"),
         (on_cpu(hardware=["nvidia"]), "fail", 69, "driver is not loaded"),

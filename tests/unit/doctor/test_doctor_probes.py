@@ -28,13 +28,6 @@ CPU = DeviceFacts(
 )
 
 
-def test_missing_directory_is_judged_by_its_parent(tmp_path):
-    facts = probes.directory(tmp_path / "a" / "b")
-    assert (facts.problem, facts.running_pid) == ("", None)
-    assert facts.free_bytes > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_running_node_is_found_and_keeps_its_lock(tmp_path):
     held = lock_data_dir(tmp_path)
     assert probes.directory(tmp_path).running_pid == os.getpid()
@@ -58,12 +51,6 @@ def test_key_states_are_recognised(tmp_path):
     found = checks.check_key(replace(probes.key(path), mode=0o600))
     assert "has a passphrase" in found.text
     assert "openssl pkey -in" in found.remedy
-
-
-def test_own_peer_id_is_read_from_the_key(tmp_path):
-    assert probes.own_peer(tmp_path) == ""
-    identity = load_or_create(tmp_path / "identity.key")
-    assert probes.own_peer(tmp_path) == identity.peer_id
 
 
 def test_doctor_of_a_founder_does_not_dial_itself(tmp_path, monkeypatch, capsys):
@@ -215,13 +202,6 @@ def test_invalid_configuration_is_the_only_check(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("FAIL  configuration: command line: unknown key http.prot")
     assert len(printed) == 2
-
-
-def test_readable_key_has_the_exit_code_of_the_node(tmp_path, on_cpu, capsys):
-    load_or_create(tmp_path / "identity.key")
-    (tmp_path / "identity.key").chmod(0o640)
-    assert doctor("--data-dir", tmp_path, "--set", "http.port=0") == 77
-    assert f"chmod 600 {tmp_path / 'identity.key'}" in capsys.readouterr().out
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -12,7 +12,7 @@ from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report
 from swarmnode.observe.health import policy_loaded, ready, troubles
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import Health, NodeSnapshot
+from swarmnode.observe.snapshot import Health
 from swarmnode.observe.status import render
 from swarmnode.observe.watch import DiskStatistics, SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.network import NetworkStatistics
@@ -22,7 +22,7 @@ from swarmnode.rollouts.network.exchange import ExchangeStatistics
 from swarmnode.stages.network.crew_service import StagesStatistics
 from swarmnode.stages.network.crew_state import CrewStatistics
 from swarmnode.tasks.child import ScorerStatistics
-from tests.support.snapshots import STARTED_AT, example, example_at
+from tests.support.snapshots import STARTED_AT, example, example_at, status_of
 
 replace = msgspec.structs.replace
 UNTIL_7 = {"budget.paused": {"quiet_hours": True}, "node.quiet_hours": "22:00-07:00"}
@@ -184,13 +184,7 @@ def test_lone_or_paused_node_reports_no_unshared_groups(changes) -> None:
 
 def test_node_with_a_problem_is_not_shown_as_ready() -> None:
     s = changed(dropped("update", not_finite=5))
-    status = {
-        "snapshot": msgspec.to_builtins(s),
-        "ready": msgspec.to_builtins(ready(s)),
-        "troubles": troubles(s),
-        "history": {},
-    }
-    head = render(status).splitlines()[0]
+    head = render(status_of(s)).splitlines()[0]
     assert "has not changed" in head
     assert "ready" not in head
 
@@ -223,10 +217,6 @@ LOADING = SupervisorStatistics(loading={"trainer": "loading, trying the policy"}
 def test_node_is_ready_without_reasons(changes, reasons) -> None:
     assert ready(changed(changes)).reasons == reasons
     assert ready(changed(changes)).ok == (not reasons)
-
-
-def test_a_lone_node_is_ready() -> None:
-    assert ready(NodeSnapshot(health=Health(policy_loaded=True))).ok
 
 
 def test_node_is_ready_once_stage_or_policy_is_loaded() -> None:
@@ -272,14 +262,9 @@ def test_history_continues_after_a_restart_with_a_gap(tmp_path) -> None:
     after.load(tmp_path)
     after.add(example_at(160.0))
     columns = after.columns()
-    assert [len(columns["at"]), columns["at"][0], columns["at"][-1]] == [
-        102,
-        STARTED_AT,
-        STARTED_AT + 160,
-    ]
-    assert columns["reward_held_out"][99] is not None
-    assert columns["reward_held_out"][100] is None
-    assert columns["reward_held_out"][101] is not None
+    assert len(columns["at"]) == 102
+    assert (columns["at"][0], columns["at"][-1]) == (STARTED_AT, STARTED_AT + 160)
+    assert [each is None for each in columns["reward_held_out"][99:]] == [False, True, False]
     assert columns["at"] == sorted(columns["at"])
 
 
@@ -290,10 +275,8 @@ def test_loaded_history_stays_bounded(tmp_path) -> None:
     full.save(tmp_path)
     after.load(tmp_path)
     assert len(after.columns()["at"]) <= 50
-    text, still = (
-        b'{"interval": 1.0, "columns": ["at"], "rows": [["x"]]}',
-        b'{"interval": 0.0, "columns": ["at"], "rows": [[1]]}',
-    )
+    text = b'{"interval": 1.0, "columns": ["at"], "rows": [["x"]]}'
+    still = b'{"interval": 0.0, "columns": ["at"], "rows": [[1]]}'
     for broken in (b"", b"{", b"[]", text, still):
         (tmp_path / "log" / "history.json").write_bytes(broken)
         fresh = History()

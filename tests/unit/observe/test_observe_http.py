@@ -32,6 +32,7 @@ from swarmnode.observe.http import (
 )
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import Health, NodeSnapshot
+from swarmnode.rollouts.network.exchange import ExchangeStatistics
 from tests.support.snapshots import example
 from tests.support.waiting import free_port, until
 
@@ -54,14 +55,11 @@ async def served(
 async def test_metrics_have_the_requested_format() -> None:
     async with served() as client:
         plain = await client.get("/metrics")
-        open_metrics = await client.get(
-            "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
-        )
+        kind = "application/openmetrics-text; version=1.0.0"
+        open_metrics = await client.get("/metrics", headers={"accept": kind})
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert len(list(parse_text(plain.text))) == len(METRICS)
-    assert open_metrics.headers["content-type"].startswith(
-        "application/openmetrics-text; version=1.0.0"
-    )
+    assert open_metrics.headers["content-type"].startswith(kind)
     assert len(list(parse_openmetrics(open_metrics.text))) == len(METRICS)
 
 
@@ -96,10 +94,8 @@ async def test_status_has_snapshot_and_history() -> None:
         answer = (await client.get("/status")).json()
         without = (await client.get("/status?points=0")).json()
         wrong = await client.get("/status?points=-1")
-    assert (
-        msgspec.json.decode(msgspec.json.encode(answer["snapshot"]), type=NodeSnapshot).rollouts
-        == example().rollouts
-    )
+    rollouts = msgspec.convert(answer["snapshot"]["rollouts"], ExchangeStatistics, strict=False)
+    assert rollouts == example().rollouts
     assert answer["history"]["policy_version"] == [250]
     assert without["history"] == {}
     assert wrong.status_code == 400
@@ -120,10 +116,8 @@ async def test_every_answer_carries_the_security_headers() -> None:
         for path in ("/", "/app.js", "/status", "/metrics", "/nope"):
             headers = (await client.get(path)).headers
             assert "default-src 'self'" in headers["content-security-policy"]
-            assert (headers["x-frame-options"], headers["x-content-type-options"]) == (
-                "DENY",
-                "nosniff",
-            )
+            assert headers["x-frame-options"] == "DENY"
+            assert headers["x-content-type-options"] == "nosniff"
             assert "server" not in headers
 
 

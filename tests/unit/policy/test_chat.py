@@ -17,6 +17,7 @@ from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.policy import convert
 from swarmnode.policy.text import MARK, Chat, PolicyText, encode_prompt, mark_special
+from swarmnode.rollouts.network.admission import LONGEST_FACTOR
 from swarmnode.swarm import manifest, requirements
 from tests.support import manifests
 
@@ -66,7 +67,7 @@ def test_settings_of_a_missing_template_are_refused(tokenizer) -> None:
         ),
         ("{% if %}", {}, "the chat template of policy.model fails"),
         ("{{ messages[7].content }}", {}, "fails"),
-        (TEMPLATE, {"tokenize": True, "tools": "x"}, "tokenize, tools is an argument of apply_cha"),
+        (TEMPLATE, {"tokenize": True, "tools": "x"}, "tokenize, tools is an argument of"),
     ],
 )
 def test_failing_template_is_one_line_at_load(tokenizer, template, settings, problem) -> None:
@@ -232,6 +233,17 @@ def test_the_end_that_a_tokenizer_appends_is_removed(smollm2) -> None:
     ending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     assert ending("3+4?")["input_ids"][-1] == ending.eos_token_id
     assert ending.decode(encode_prompt(ending, "3+4?", Chat())) == "<|im_start|>3+4?"
+
+
+def test_estimates_token_count_for_another_tokenizer(smollm2) -> None:
+    tokenizer = smollm2()
+    text = PolicyText(tokenizer, b"", b"", 0, frozenset(), 0, len(tokenizer))
+    answer = "To find the red apples, we take 24 apples and leave out the green ones. " * 16
+    really = len(text.tokenize_completion(answer, "length"))
+    estimated = len(answer.encode()) * text.tokens_per_text_byte
+    assert really / 2 < estimated < really * LONGEST_FACTOR / 2, (
+        "an honest answer of our own length is never `too_long`"
+    )
 
 
 def founded(chat):

@@ -86,16 +86,10 @@ def test_too_large_model_is_left_to_fit():
     assert left_out == []
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("cuda:0,cuda:1", "3.0 of 80.0 GiB free; training needs about 5.0 GiB: name other"),
-        ("2", "cuda:1 Big"),
-    ],
-)
-def test_busy_named_gpus_are_refused_in_one_line(machine, text, told):
+@pytest.mark.parametrize("text", ["cuda:0,cuda:1", "2"])
+def test_busy_named_gpus_are_refused_in_one_line(machine, text):
     machine(4)
-    cfg = PolicyConfig(devices=text)
+    cfg, told = PolicyConfig(devices=text), "cuda:1 Big.*3.0 of 80.0 GiB free; training needs about"
     with pytest.raises(DeviceError, match=told) as error:
         training_devices(cfg, devices(cfg), CARDS, 5 * GIB)
     assert "\n" not in str(error.value)

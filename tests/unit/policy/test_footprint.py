@@ -67,19 +67,15 @@ def test_dimensions_that_config_json_omits_are_read_from_the_tensors(tmp_path, p
         published_shape(str(directory))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 def test_parameters_by_config_headers_and_transformers_are_the_same(model_dir, policies, kind):
     directory = model_dir(kind)
     expected = count_parameters(policies[kind].model.config)
-    computed = Shape.of_config(json.loads((directory / "config.json").read_text()))
-    assert (computed.parameters, computed.edges) == expected
+    if kind != "gpt2":  # the configuration of another architecture gives an estimate
+        computed = Shape.of_config(json.loads((directory / "config.json").read_text()))
+        assert (computed.parameters, computed.edges) == expected
     counted = published_shape(str(directory))
     assert (counted.parameters, counted.edges) == expected
-
-
-def test_headers_override_the_estimate_of_other_architectures(model_dir, policies):
-    counted = published_shape(str(model_dir("gpt2")))
-    assert (counted.parameters, counted.edges) == count_parameters(policies["gpt2"].model.config)
 
 
 @pytest.mark.skipif(
@@ -140,11 +136,8 @@ def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
 def test_a_micro_batch_fills_the_memory_and_no_more():
     shape, method = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16", 16, checkpointing=True)
     tokens = micro_batch(shape, method, 16 * 10**9)
-    assert (
-        footprint(shape, method, tokens).total
-        <= 16 * 10**9
-        < footprint(shape, method, tokens + 2).total
-    )
+    total = lambda tokens: footprint(shape, method, tokens).total
+    assert total(tokens) <= 16 * 10**9 < total(tokens + 2)
     assert micro_batch(shape, method, 10**9) == 0
 
 
@@ -177,11 +170,8 @@ def test_only_a_single_gpu_samples_more_than_it_trains(embedded, monkeypatch, ki
     policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
     assert (engine.concurrent_tokens(policy, 2048, "adamw") > 100_000) is more
     memory = engine.Memory.of(4096, 100_000, kind, lambda: None)
-    assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (
-        4096,
-        100_000,
-        4096,
-    )
+    parts = memory.training, memory.generation, memory.external
+    assert [part.tokens for part in parts] == [4096, 100_000, 4096]
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -235,16 +225,17 @@ def test_the_command_does_not_load_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+LIST = "\x02" + "\0" * 7 + "[]"
+"""A file of tensors whose header is no object."""
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
         ({}, "config.json"),
         ({"config.json": "{"}, "not JSON"),
         ({"config.json": '{"model_type": "resnet"}'}, "no hidden_size"),
-        (
-            {"config.json": json.dumps(QWEN_1B5), "model.safetensors": "\x02" + "\0" * 7 + "[]"},
-            "not a safetensors file",
-        ),
+        ({"config.json": json.dumps(QWEN_1B5), "model.safetensors": LIST}, "not a safetensors"),
     ],
 )
 def test_invalid_model_is_refused_in_one_line(tmp_path, files, says, capsys):
@@ -261,10 +252,7 @@ def test_invalid_length_is_refused(capsys):
     assert run(["plan", "embedded", "--memory", "much"]) == 78
     capsys.readouterr()
     assert run(["plan", "embedded", "--memory", "24"]) == 78
-    assert (
-        capsys.readouterr().err
-        == "swarmnode: command line: 24 means 24 bytes; write 24GB or 24GiB for more\n"
-    )
+    assert "24 means 24 bytes; write 24GB or 24GiB for more\n" in capsys.readouterr().err
 
 
 def test_invalid_hub_name_fails_with_one_line(offline, capsys):

@@ -115,17 +115,10 @@ def test_settings_that_contradict_the_tensors_are_refused(path, changes, message
 def test_other_architectures_and_tensors_are_refused(path):
     write_model(path, "gemma")
     assert "architecture 'gemma' is not supported, only llama and qwen2" in refusal(path)
-
-    def add(found) -> None:
-        found["blk.0.ffn_gate_inp.weight"] = found["output_norm.weight"]
-
-    write_model(path, tensors=add)
-    assert "'blk.0.ffn_gate_inp.weight' is not part of a llama model" in refusal(path)
-
-    def remove(found) -> None:
-        del found["blk.1.ffn_up.weight"]
-
-    write_model(path, tensors=remove)
+    name = "blk.0.ffn_gate_inp.weight"
+    write_model(path, tensors=lambda found: found.update({name: found["output_norm.weight"]}))
+    assert f"'{name}' is not part of a llama model" in refusal(path)
+    write_model(path, tensors=lambda found: found.pop("blk.1.ffn_up.weight"))
     assert "'blk.1.ffn_up.weight' is missing" in refusal(path)
 
 

@@ -270,17 +270,13 @@ def test_missing_weights_are_refused(llama):
 
 
 def test_unused_layers_are_named(llama):
+    assert not find_unused(llama, AutoConfig.from_pretrained(llama))
     edit_config(llama, num_hidden_layers=1)
+    unused = find_unused(llama, AutoConfig.from_pretrained(llama))
+    assert name_modules(unused) == "model.layers.1", "by a stage"
     lines = []
     load_policy(cpu(llama), lines.append)
     assert any("9 weights" in line and line.endswith("not used: model.layers.1") for line in lines)
-
-
-def test_unused_layers_of_a_stage_are_named(llama):
-    config = AutoConfig.from_pretrained(llama)
-    assert not find_unused(llama, config)
-    config.num_hidden_layers = 1
-    assert name_modules(find_unused(llama, config)) == "model.layers.1"
 
 
 # --- does it fit: known from config.json alone

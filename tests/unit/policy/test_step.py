@@ -86,6 +86,7 @@ def assert_plain_logprobs(policy, groups):
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
 def test_other_models_decode_by_transformers(policies, kind):
     assert not slots.writes_out(policies[kind])
+    assert ("sliding" in slots.unsuited(policies[kind])) == (kind == "mistral")
 
 
 def test_a_model_of_another_kind_is_not_tried(loaded):

@@ -14,11 +14,10 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy import trial as trial_module
 from swarmnode.policy.decode import pads
-from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Request
-from swarmnode.policy.engine.selector import answered, select_engine
+from swarmnode.policy.engine.selector import select_engine
 from swarmnode.policy.examine import examine
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
@@ -31,7 +30,7 @@ from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
-from tests.support.gaps import gaps
+from tests.support.gaps import gaps, sampled_by
 from tests.support.model_zoo import LEARNED_POSITIONS, LONG_ROPE_FROM, build
 
 PROMPTS = ["What is 3 + 4?", "Calculate 12 + 25 - 3."]
@@ -53,13 +52,6 @@ def opened(tmp_path_factory, embedded):
     return open_kind
 
 
-def sampled_by(kind, policy, sampling):
-    rng = policy.random_generator(0)
-    if kind == "continuous":
-        return answered(Continuous(policy, MicroBatcher(4096), sampling, rng), PROMPTS)
-    return generate(policy, PROMPTS, sampling, rng)
-
-
 # --- the model's context
 
 
@@ -70,7 +62,7 @@ def sampled_by(kind, policy, sampling):
 def test_answers_end_where_the_context_does(opened, kind, context, engine):
     _, policy = opened(kind)
     policy = replace(policy, eos_ids=frozenset({10**6}))
-    groups = sampled_by(engine, policy, Sampling(2, 200))
+    groups = sampled_by(engine, policy, PROMPTS, Sampling(2, 200))
     lengths = {len(g.prompt_ids) + len(c.ids) for g in groups for c in g.completions}
     assert lengths == {context}
     assert {c.finish for g in groups for c in g.completions} == {"length"}
@@ -233,7 +225,8 @@ def test_model_that_ignores_masks_runs_without_padding(tmp_path, embedded, monke
     ignores_mask(load_policy(cfg), monkeypatch)
     policy = load_policy(cfg)
     assert not pads(policy)
-    assert gaps(policy, sampled_by("lockstep", policy, Sampling(3, 12)), alone=True).max() < 1e-3
+    groups = sampled_by("lockstep", policy, PROMPTS, Sampling(3, 12))
+    assert gaps(policy, groups, alone=True).max() < 1e-3
     try_loaded(cfg, policy, TRAINING)
 
 
@@ -367,14 +360,18 @@ def test_a_model_that_cannot_train_is_refused(embedded, monkeypatch, harm):
     assert "\n" not in str(refused.value)
 
 
-def test_doctor_reports_why_a_model_cannot_train(tmp_path, embedded):
+def test_doctor_and_trainer_report_why_a_model_cannot_train(tmp_path, embedded):
     model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
-    config = Config(policy=PolicyConfig(model=str(model), devices="cpu"), training=TRAINING)
+    config = Config.model_validate(
+        {"node": {"data_dir": tmp_path / "data"}, "policy": {"model": str(model), "devices": "cpu"}}
+    )
     facts = probes.device(config, trial=True)
     assert checks.check_device(facts).level == "ok"
     found = checks.check_model(facts)
     assert (found.level, found.exit_code) == ("fail", 69)
     assert "cannot be trained" in found.text
+    with pytest.raises(Unavailable, match="cannot be trained"):
+        Trainer(config, Progress()).run()
 
 
 def test_doctor_survives_any_error_of_a_model(monkeypatch):
@@ -386,12 +383,3 @@ def test_doctor_survives_any_error_of_a_model(monkeypatch):
     assert told["error_code"] == 69
     assert "conv_states" in told["error"]
     assert json.dumps(told)
-
-
-def test_a_trainer_ends_before_it_begins(tmp_path, embedded):
-    model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
-    config = Config.model_validate(
-        {"node": {"data_dir": tmp_path / "data"}, "policy": {"model": str(model), "devices": "cpu"}}
-    )
-    with pytest.raises(Unavailable, match="cannot be trained"):
-        Trainer(config, Progress()).run()

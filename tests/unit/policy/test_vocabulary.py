@@ -10,9 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Incompatible
-from swarmnode.policy.engine.continuous import Continuous
-from swarmnode.policy.engine.selector import answered
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import (
     WAYS,
@@ -22,9 +20,8 @@ from swarmnode.policy.logprobs import (
     splits_head,
     takes_way,
 )
-from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages.trainer.stage_model import StageRuntime
-from tests.support.gaps import rows_of
+from tests.support.gaps import rows_of, sampled_by
 from tests.support.model_zoo import build
 from tests.support.split_models import split_model
 
@@ -53,27 +50,14 @@ def policy(request, tmp_path_factory):
     return load_policy(PolicyConfig(model=str(directory), devices="cpu"))
 
 
-def sampled(policy, kind):
-    sampling = Sampling(8, 12, 0.9)
-    rng = policy.random_generator(1)
-    if kind == "lockstep":
-        return generate(policy, PROMPTS, sampling, rng)
-    return answered(Continuous(policy, MicroBatcher(4096), sampling, rng), PROMPTS)
-
-
-@pytest.mark.parametrize("kind", ["lockstep", "continuous"])
-def test_only_ids_with_a_token_are_sampled(policy, kind):
-    known = set(policy.tokenizer.get_vocab().values())
-    for group in sampled(policy, kind):
-        for each in group.completions:
-            assert known.issuperset(each.ids)
-            assert policy.check_ids(each.ids) == each.ids
-
-
 @pytest.mark.parametrize("kind", ["lockstep", "continuous"])
 def test_every_way_scores_what_was_sampled(policy, kind):
-    groups = sampled(policy, kind)
+    groups = sampled_by(kind, policy, PROMPTS, Sampling(8, 12, 0.9), seed=1)
     rows = rows_of(groups)
+    known = set(policy.tokenizer.get_vocab().values())
+    for _, ids in rows:
+        assert known.issuperset(ids), "only ids with a token are sampled"
+        assert policy.check_ids(ids) == ids
     recorded = [x for group in groups for each in group.completions for x in each.logprobs]
     batch = collate(rows, policy.pad_id, policy.device)
     for way in WAYS:

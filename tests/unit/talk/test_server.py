@@ -35,9 +35,6 @@ class Child:
     async def send(self, *messages) -> None:
         await self._stream.send_all(b"".join(map(line, messages)))
 
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
 
 @asynccontextmanager
 async def served():

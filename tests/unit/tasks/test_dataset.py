@@ -15,7 +15,6 @@ from swarmnode.tasks import dataset, fetch, registry
 from swarmnode.tasks.client import Scorer, ScorerLimits
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
-from tests.support.manifests import founded
 
 NAME = "data/sums"
 ROWS = [
@@ -48,23 +47,25 @@ def number_of(prompt):
     return int(prompt.split()[2])
 
 
+def held_out_prompts(scorer, count):
+    refs = [ref(evaluation_seed(NAME), index) for index in range(count)]
+    return {scorer.score(each, []).prompt for each in refs}
+
+
 def test_every_row_is_asked_before_one_repeats(tmp_path):
     spec = installed(tmp_path)
     assert (spec.rows.rows, spec.rows.held_out) == (40, 4)
     with Scorer() as scorer:
         prompts = [scorer.score(ref(index=index), []).prompt for index in range(36)]
-        held_out = {
-            scorer.score(ref(evaluation_seed(NAME), index), []).prompt for index in range(40)
-        }
+        held_out = held_out_prompts(scorer, 40)
         twice = 2 * number_of(prompts[0])
-        texts = [
-            f"I add them.\nSo it is {twice}.",
+        right = [
+            f"I add.\nSo it is {twice}.",
             f"\\boxed{{{twice}}}",
             f"<answer>{twice}</answer> or 7",
-            f"{twice} or rather 1000",
-            "",
         ]
-        assert scorer.score(ref(), texts).rewards == [1.0, 1.0, 1.0, 0.0, 0.0]
+        wrong = [f"{twice} or rather 1000", ""]
+        assert scorer.score(ref(), right + wrong).rewards == [1.0, 1.0, 1.0, 0.0, 0.0]
         assert scorer.statistics().failures == 0
     assert len(set(prompts)) == 36, "each row is met once before one is met twice"
     assert len(held_out) == 4
@@ -80,14 +81,10 @@ def test_equal_rows_have_equal_versions(tmp_path):
     installed(tmp_path / "other", shuffled)
     assert registry.task_version(NAME) == version
     assert registry.TASKS[NAME].rows.content == first.content
-    for change in (
-        {"verifier": "exact"},
-        {"template": "{prompt} Think."},
-        {"extract": "whole"},
-        {"held_out": 0.2},
-    ):
-        installed(tmp_path, **change)
-        assert registry.task_version(NAME) != version, change
+    changes = {"verifier": "exact", "template": "{prompt} Think.", "extract": "whole"}
+    for key, value in (changes | {"held_out": 0.2}).items():
+        installed(tmp_path, **{key: value})
+        assert registry.task_version(NAME) != version, key
     installed(tmp_path, [*ROWS, {"prompt": "What is 50 + 50?", "answer": "100"}])
     assert registry.task_version(NAME) != version
 
@@ -104,12 +101,8 @@ def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
 
 def test_rows_file_is_reused_until_the_source_changes(tmp_path, monkeypatch):
     installed(tmp_path)
-    reads = []
-    monkeypatch.setattr(
-        dataset,
-        "_read_rows",
-        lambda *given, read=dataset._read_rows: reads.append(1) or read(*given),
-    )
+    reads, read = [], dataset._read_rows
+    monkeypatch.setattr(dataset, "_read_rows", lambda *given: reads.append(1) or read(*given))
     config = DatasetConfig(source=str(tmp_path / "rows.jsonl"), verifier="numeric")
     registry.install_datasets({NAME: config}, tmp_path / "datasets")
     assert reads == []
@@ -126,9 +119,7 @@ def test_repeated_question_is_on_one_side(tmp_path):
     spec = installed(tmp_path, rows, held_out=0.25)
     with Scorer() as scorer:
         trained = {scorer.score(ref(index=index), []).prompt for index in range(60)}
-        held_out = {
-            scorer.score(ref(evaluation_seed(NAME), index), []).prompt for index in range(60)
-        }
+        held_out = held_out_prompts(scorer, 60)
     assert len(trained | held_out) == 10
     assert not trained & held_out
     assert spec.rows.held_out % 6 == 0
@@ -175,9 +166,9 @@ LONG = [*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}]
     [
         (ROWS, {"prompt": "question"}, "row 1 has no column 'question', only answer, note, prompt"),
         (LONG, {}, "row 6: its prompt has 70000 characters, more than 65536"),
-        ([{"prompt": "a", "answer": "none"}], {}, "cannot use the answer 'none': there is no numb"),
+        ([{"prompt": "a", "answer": "none"}], {}, "cannot use the answer 'none': there is no"),
         ([ROWS[0]], {}, "1 different rows are too few"),
-        (ROWS, {"verifier": "nummeric"}, "verifier is 'nummeric', not one of exact, numeric, choi"),
+        (ROWS, {"verifier": "nummeric"}, "verifier is 'nummeric', not one of exact, numeric"),
         (ROWS, {"template": "Answer!"}, "template does not contain {prompt}"),
         (ROWS, {"source": "openai/gsm8k"}, "openai/gsm8k is a name on the Hub: set revision"),
     ],
@@ -374,8 +365,7 @@ def test_changed_rows_file_stops_the_scorer(tmp_path):
 
 def test_member_without_the_dataset_gets_an_error(tmp_path):
     installed(tmp_path, source=str(written(tmp_path / "swarm.jsonl")))
-    config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))]
-    entry = config_tasks[0]
+    entry = TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))
     assert "swarm.jsonl" in entry.settings
     assert requirements.task_problems(entry) == []
     installed(tmp_path, ROWS[:20])
@@ -384,10 +374,7 @@ def test_member_without_the_dataset_gets_an_error(tmp_path):
     assert "rows.jsonl" in problem
     registry._TASKS.pop(NAME)
     (problem,) = requirements.task_problems(entry)
-    assert (
-        "is a dataset that this node does not have: get it and name it in task.datasets" in problem
-    )
-    assert founded().manifest.tasks, "other manifests are as they were"
+    assert "this node does not have: get it and name it in task.datasets" in problem
 
 
 REWARDS = """
@@ -398,9 +385,7 @@ def broken(prompts, completions, **columns):
     return [1.0, 1.0]
 
 def both(prompts, completions, answer, **columns):
-    return [
-        {"correct": float(text == "right"), "short": float(len(text) < 9)} for text in completions
-    ]
+    return [{"correct": text == "right", "short": len(text) < 9} for text in completions]
 
 def moody(prompts, completions, **columns):
     failing = 1 / 0 if completions == ["raise"] else 0
@@ -411,16 +396,10 @@ def moody(prompts, completions, **columns):
 def trls(completions, *, question, solution, level, tests, log_metric, log_extra, prompts):
     log_metric("mean", 0.5)
     log_extra("answer", completions)
+    columns = zip(completions, question, solution, level, tests, prompts, strict=True)
     return [
-        float(
-            text == s[0]
-            and type(n) is int
-            and p == f"Q: {q}"
-            and cases == [{"in": n, "out": None}]
-        )
-        for text, q, s, n, cases, p in zip(
-            completions, question, solution, level, tests, prompts, strict=True
-        )
+        float((text, p, cases) == (s[0], f"Q: {q}", [{"in": n, "out": None}]) and type(n) is int)
+        for text, q, s, n, cases, p in columns
     ]
 
 def swallowing(completions, answer, **columns):
@@ -465,15 +444,10 @@ def partly(completions, **columns):
     return [{"a": float(text == "right"), "b": None} for text in completions]
 
 def typed(completions, day, at, took, price, big, tests, fine, **columns):
-    return [
-        float(
-            (day, at, took, price)
-            == (["2024-02-29"], ["2024-02-29T12:30:00"], ["0:01:30"], ["1.50"])
-            and 2**63 <= big[0] < 2**63 + 4
-            and tests == [[{"in": 1, "out": None}]]
-            and fine == [True]
-        )
-    ]
+    assert (day, at) == (["2024-02-29"], ["2024-02-29T12:30:00"])
+    assert (took, price, fine) == (["0:01:30"], ["1.50"], [True])
+    assert 2**63 <= big[0] < 2**63 + 4
+    return [float(tests == [[{"in": 1, "out": None}]])]
 
 def unanswered(completions, **columns):
     return [float("answer" not in columns and columns["prompt"][0] in columns["note"][0])]
@@ -533,11 +507,7 @@ def test_a_reward_function_needs_no_column_of_answers(tmp_path, rewards):
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (
-            "counted",
-            "requires completion_ids, which is not a column: there are prompts, completions,"
-            " answer, prompt, note",
-        ),
+        ("counted", "requires completion_ids, which is not a column: there are prompts"),
         ("waiting", "the sandbox has no event loop"),
     ],
 )
@@ -613,11 +583,7 @@ def test_hanging_reward_function_costs_a_child(tmp_path, rewards):
 @pytest.mark.parametrize(
     ("rows", "verifier", "problem"),
     [
-        (
-            [{"prompt": "a", "solution": "1"}] * 3,
-            "numeric",
-            "row 1 has no column 'answer', only prompt, solution: set answer to one of these",
-        ),
+        ([{"prompt": "a", "solution": "1"}] * 3, "numeric", "row 1 has no column 'answer', only"),
         (ROWS, "rewards_of_mine:broken", "returned 2 rewards for one completion"),
     ],
 )
@@ -625,15 +591,9 @@ def test_node_with_an_unusable_dataset_does_not_start(
     tmp_path, capsys, rewards, rows, verifier, problem
 ):
     file = written(tmp_path / "rows.jsonl", rows)
-    given = [
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--set",
-        'task.names=["data/sums"]',
-        "--set",
-        f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "{verifier}"}}}}',
-    ]
-    assert cli.run(["run", *given]) == 78
+    source = f'{{source = "{file}", verifier = "{verifier}"}}'
+    given = ['--set=task.names=["data/sums"]', f'--set=task.datasets={{"data/sums" = {source}}}']
+    assert cli.run(["run", "--data-dir", str(tmp_path / "data"), *given]) == 78
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert problem in error

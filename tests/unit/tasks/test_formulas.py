@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="it needs seccomp"),
 ]
 NAME = "data/formulas"
-GOLDS = [*(case.gold for case in CASES["math"]), "x+1"]
 PARTS = 4
+GOLDS = [*(case.gold for case in CASES["math"]), "x+1"]
 ATTACKS = [
     "9^{9^{9^{9}}}",
     "2^{2^{2^{2^{2^{2}}}}}",
@@ -111,14 +111,11 @@ def test_many_slow_answers_do_not_cost_the_right_one(judge):
 def test_the_libraries_are_part_of_the_version(tmp_path, monkeypatch):
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": str(i), "answer": "x"}) + "\n" for i in "abc"))
-    versions = set()
+    versions, real = set(), importlib.metadata.version
     for name in (None, *formulas.LIBRARIES):
         config = DatasetConfig(source=str(source), verifier="math")
         registry.install_datasets({NAME: config}, tmp_path / "datasets")
-        real = importlib.metadata.version
-        changed = lambda package, name=name, real=real: (
-            "0.0.1" if package == name else real(package)
-        )
+        changed = lambda package, name=name: "0.0.1" if package == name else real(package)
         with monkeypatch.context() as patched:
             patched.setattr(importlib.metadata, "version", changed)
             versions.add(registry.task_version(NAME))

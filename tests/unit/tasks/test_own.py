@@ -229,11 +229,6 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
         assert scorer.score(reference, [word[::-1], word]).rewards == [1.0, 0.0]
 
 
-def test_settings_without_their_task_are_an_error():
-    with pytest.raises(ConfigError, match=r"neither in task\.modules"):
-        registry.install([], {"words:reverse": {"length": 2}})
-
-
 def test_manifest_names_load_no_module(package):
     with pytest.raises(ConfigError, match=r"not in task\.modules"):
         registry.check_names([NAME])

@@ -9,7 +9,7 @@ import pytest
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, determinism, episodes, registry
-from swarmnode.tasks.client import Scorer, ScorerFailed, ScorerLimits
+from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Episode, Question
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
@@ -149,15 +149,12 @@ async def test_the_sandbox_plays_the_same_as_this_process(tmp_path, written):
 
 def test_code_and_turns_are_part_of_the_version(tmp_path, written, monkeypatch):
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-    written()
-    installed(tmp_path)
-    versions = [registry.task_version(NAME)]
-    installed(tmp_path, turns=5)
-    versions.append(registry.task_version(NAME))
-    written(("randint(1, 9)", "randint(1, 8)"))
-    installed(tmp_path)
-    versions.append(registry.task_version(NAME))
-    assert len(set(versions)) == 3
+    versions = set()
+    for changes, turns in ([], 4), ([], 5), ([("randint(1, 9)", "randint(1, 8)")], 4):
+        written(*changes)
+        installed(tmp_path, turns=turns)
+        versions.add(registry.task_version(NAME))
+    assert len(versions) == 3
 
 
 def test_an_agents_own_limit_of_turns_ends_the_episode(tmp_path, written):
@@ -188,21 +185,13 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
             "GuessEnv has tool servers, which need a network",
         ),
         ('__all__ = ["Guesses", "GuessEnv"]', '__all__ = ["Guesses"]', "leave turns out"),
-        (
-            "trace: vf.Trace) -> bool",
-            "request: vf.Request) -> bool",
-            "has hooks on a model's requests or responses",
-        ),
+        ("trace: vf.Trace) -> bool", "request: vf.Request) -> bool", "has hooks on"),
         (
             "async with agents.player.interaction(task) as interaction:",
             "await agents.player.run(task)\n        if True:",
             "agents.player.run: the policy can only take turns",
         ),
-        (
-            "trace.state.guesses = []",
-            "await runtime.run(['ls'], {})",
-            "runtime.run: the sandbox has no container and no process",
-        ),
+        ("trace.state.guesses = []", "await runtime.run(['ls'], {})", "the sandbox has no"),
         (
             FIRST_TURN,
             FIRST_TURN + "; import asyncio; await asyncio.sleep(1)",
@@ -243,24 +232,3 @@ def test_a_multi_turn_environment_without_turns_says_so(tmp_path, written):
     written()
     with pytest.raises(ConfigError, match="GuessEnv plays several turns: set turns"):
         played(tmp_path, turns=1)
-
-
-def test_nondeterministic_environment_is_refused_at_start(tmp_path, written):
-    written((FIRST_TURN, "import time; " + FIRST_TURN), ('"Right."', "str(time.time_ns())"),
-            ('f"Not {number}."', "str(time.time_ns())"))  # fmt: skip
-    installed(tmp_path)
-    with pytest.raises(ConfigError, match="data/guess is not deterministic"):
-        registry.task_version(NAME)
-
-
-def test_an_endless_environment_costs_its_question_and_a_child(tmp_path, written, monkeypatch):
-    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-    written(("if segment.last_reply.isdigit() else 0", "if segment.last_reply.isdigit() else 0\n"
-             "                while number == 77: pass"))  # fmt: skip
-    installed(tmp_path)
-    version = registry.task_version(NAME)
-    refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(2)]
-    with Scorer(ScorerLimits(cpu=1)) as scorer:
-        hung, fine = scorer.score_many([(refs[0], [["77"]]), (refs[1], [["0"] * 4])])
-    assert isinstance(hung, ScorerFailed)
-    assert fine.episodes[0].done

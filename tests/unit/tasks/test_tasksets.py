@@ -102,19 +102,15 @@ def test_a_taskset_asks_its_prompts_and_its_rewards_judge(tmp_path, written):
 
 
 def test_code_and_library_version_are_part_of_the_version(tmp_path, written, monkeypatch):
-    written()
-    installed(tmp_path)
-    versions = [registry.task_version(NAME)]
-    written("range(20)", "range(30)")
-    assert installed(tmp_path).rows.rows == 30, "rows are made again"
-    versions.append(registry.task_version(NAME))
-    written("range(20)", "range(0, 20)")
-    installed(tmp_path)
-    versions.append(registry.task_version(NAME))
+    versions = set()
+    for code, rows in (("range(20)", 20), ("range(30)", 30), ("range(0, 20)", 20)):
+        written("range(20)", code)
+        assert installed(tmp_path).rows.rows == rows, "rows are made again"
+        versions.add(registry.task_version(NAME))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.1")
     installed(tmp_path)
-    versions.append(registry.task_version(NAME))
-    assert len(set(versions)) == 4
+    assert registry.task_version(NAME) not in versions
+    assert len(versions) == 3
 
 
 @pytest.mark.parametrize(
@@ -145,11 +141,7 @@ def test_unusable_taskset_is_one_line(tmp_path, written, was, now, problem):
         ("return float(trace", "await Waiting(); return float(trace", "the coroutine waits"),
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
-        (
-            "[SumData]):",
-            "[SumData]):\n    plugged_judges = lambda task: ['gpt']",
-            "a judge is a model",
-        ),
+        ("[SumData]):", "[SumData]):\n    plugged_judges = lambda task: ['gpt']", "a judge is"),
     ],
 )
 def test_unavailable_reward_is_0_and_named(tmp_path, written, was, now, problem):
@@ -175,9 +167,8 @@ def test_taskset_without_a_usable_reward_is_refused(tmp_path, written):
 )
 def test_values_of_a_taskset_cannot_be_overridden(tmp_path, written, settings):
     written()
-    with pytest.raises(
-        ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers sets that itself"
-    ):
+    told = f"{next(iter(settings))}: a taskset of verifiers sets that itself"
+    with pytest.raises(ConfigError, match=told):
         installed(tmp_path, **settings)
 
 
