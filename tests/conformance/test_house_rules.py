@@ -4,6 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests.mutations.__main__ import load
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "swarmnode").rglob("*.py"))
 
@@ -49,3 +51,10 @@ def test_make_bench_runs_every_quick_benchmark():
         r"^\tfor name in (.*?); do .* --quick", (ROOT / "Makefile").read_text(), re.M
     )
     assert quick - {"soak"} == set(named.split())  # soak is a separate, long target
+
+
+def test_every_mutation_applies_and_its_tests_exist():
+    for mutation in load():
+        mutation.apply()
+        missing = [test for test in mutation.tests if not (ROOT / test.partition("::")[0]).exists()]
+        assert missing == [], mutation.name
