@@ -7,7 +7,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.demo.liar.author import BUILTIN_TASKS, completion, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, swarm_of
 from swarmnode.rollouts import groups
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.network.admission import SCORER_ACTIONS, CandidateQueue
@@ -81,12 +81,6 @@ def test_joined_turns_are_split_again(texts):
     assert groups.played_actions(msgspec.structs.replace(made, finish="length")) == texts[:-1]
     bare = msgspec.structs.replace(made, token_ids=b"", logprobs=b"")
     assert groups.turn_ids(bare) == [[] for _ in texts]
-
-
-def test_an_answer_is_one_action():
-    made = completion("42")
-    assert groups.actions(made) == ["42"]
-    assert groups.turn_ids(made) == [[ord("4"), ord("2")]]
 
 
 async def test_an_episode_travels_as_its_actions(swarm, autojump_clock):

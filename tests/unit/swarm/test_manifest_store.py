@@ -24,17 +24,21 @@ def config_in(directory, **sections):
     return Config.model_validate({"node": {"data_dir": directory}, **sections})
 
 
-def chosen(directory, opened):
+def stored(directory, *opened):
     store = ManifestStore(directory)
-    store.add(opened)
+    for each in opened:
+        store.add(each)
+    return store
+
+
+def chosen(directory, opened):
+    store = stored(directory, opened)
     store.choose(opened.swarm)
     return store
 
 
 def test_chosen_manifest_sets_the_configuration(tmp_path):
-    store = ManifestStore(tmp_path)
-    store.add(FIRST)
-    store.choose(FIRST.swarm)
+    chosen(tmp_path, FIRST)
     assert ManifestStore(tmp_path).current() == FIRST.swarm
     config, _ = manifest_store.apply_stored(config_in(tmp_path))
     assert config.swarm.id == FIRST.swarm.hex()
@@ -44,10 +48,7 @@ def test_chosen_manifest_sets_the_configuration(tmp_path):
 def test_invite_peers_are_added_to_bootstrap(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     opened = founded(bootstrap=[f"/ip4/192.0.2.2/tcp/1/p2p/{PEER}"])
-    store = ManifestStore(tmp_path)
-    store.add(opened)
-    store.choose(opened.swarm)
-    store.save_peers([there])
+    chosen(tmp_path, opened).save_peers([there])
     assert manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers == [
         there,
         *opened.manifest.bootstrap,
@@ -60,10 +61,7 @@ def test_invite_peers_are_added_to_bootstrap(tmp_path):
 
 
 def test_unsupported_manifest_is_refused_in_one_line(tmp_path):
-    opened = founded(minimum_version="99")
-    store = ManifestStore(tmp_path)
-    store.add(opened)
-    store.choose(opened.swarm)
+    chosen(tmp_path, founded(minimum_version="99"))
     with pytest.raises(Refused, match=r"cannot honour .*99.*upgrade") as raised:
         manifest_store.apply_stored(config_in(tmp_path))
     assert "\n" not in str(raised.value)
@@ -79,8 +77,7 @@ def test_unsupported_manifest_is_refused_in_one_line(tmp_path):
     ],
 )
 def test_damaged_manifest_is_an_error(tmp_path, damage):
-    store = ManifestStore(tmp_path)
-    store.add(FIRST)
+    store = stored(tmp_path, FIRST)
     store.path(FIRST.swarm).write_bytes(damage(FIRST.signed))
     with pytest.raises(StateError, match=FIRST.swarm.hex()):
         store.get(FIRST.swarm)
@@ -88,9 +85,7 @@ def test_damaged_manifest_is_an_error(tmp_path, damage):
 
 
 def test_follows_the_chain_of_successors(tmp_path):
-    store = ManifestStore(tmp_path)
-    for opened in (FIRST, SECOND, THIRD):
-        store.add(opened)
+    store = stored(tmp_path, FIRST, SECOND, THIRD)
     assert store.latest(FIRST.swarm) == THIRD
     assert store.lookup(FIRST.swarm) == (FIRST.signed, SECOND.signed)
     assert store.descends(THIRD.swarm, FIRST.swarm)
@@ -98,9 +93,7 @@ def test_follows_the_chain_of_successors(tmp_path):
 
 
 def test_newer_successor_replaces_the_older(tmp_path):
-    store = ManifestStore(tmp_path)
-    younger = succeeding(FIRST, later=2)
-    store.add(FIRST)
+    store, younger = stored(tmp_path, FIRST), succeeding(FIRST, later=2)
     assert store.add_successor(FIRST, SECOND)
     assert store.add_successor(FIRST, younger)
     assert not store.add_successor(FIRST, SECOND)
@@ -110,8 +103,7 @@ def test_newer_successor_replaces_the_older(tmp_path):
 
 
 def test_adopted_successor_is_kept(tmp_path):
-    store = ManifestStore(tmp_path)
-    store.add(FIRST)
+    store = stored(tmp_path, FIRST)
     store.add_successor(FIRST, SECOND)
     store.choose(SECOND.swarm)
     store.add_successor(FIRST, succeeding(FIRST, later=2))
@@ -119,9 +111,7 @@ def test_adopted_successor_is_kept(tmp_path):
 
 
 def test_successor_of_another_founder_is_ignored(tmp_path):
-    store = ManifestStore(tmp_path)
-    store.add(FIRST)
-    store.add(succeeding(FIRST, OTHER_KEY))
+    store = stored(tmp_path, FIRST, succeeding(FIRST, OTHER_KEY))
     assert store.successor(FIRST) is None
 
 

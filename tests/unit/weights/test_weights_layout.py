@@ -57,9 +57,6 @@ def test_a_tensor_is_of_one_block_whoever_holds_it():
             assert set(part) == {spec for spec in of_whole if spec in make_layout(held)}
 
 
-# ---- fingerprint ---------------------------------------------------------------------------------
-
-
 # ---- adapters ------------------------------------------------------------------------------------
 
 

@@ -88,13 +88,6 @@ async def test_both_sides_commit_the_mean(autojump_clock):
         assert a.to_trainer[0].session == b.to_trainer[0].session
 
 
-async def test_a_node_without_peers_steps_alone(autojump_clock):
-    async with swarm({"a": Party}) as parties:
-        parties["a"].due()
-        await settled(parties["a"])
-        assert solo_steps(parties["a"]) == parties["a"].outcome("solo") == 1
-
-
 @pytest.mark.parametrize("first", ["a", "b"])
 async def test_crossing_proposals_become_one_swap(first, autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 
 from swarmnode.errors import BadMessage
@@ -58,26 +57,6 @@ def test_both_sides_of_each_bound(check, bounds, good, bad):
 )
 def test_nan_and_infinity_are_not_finite(check, bounds):
     assert [reason(check, "x", value, *bounds) for value in (NAN, INF, -INF)] == ["not_finite"] * 3
-
-
-class Message(msgspec.Struct):
-    key: bytes | None
-    count: int | None
-
-
-@pytest.mark.parametrize(
-    ("key", "count", "expected"),
-    [
-        (b"12", 3, None),
-        (None, None, None),
-        (b"1", 3, "bounds"),
-        (b"12", 4, "bounds"),
-        (b"12", 0, "bounds"),
-    ],
-)
-def test_fields_are_checked_by_name(key, count, expected):
-    tables = {"key": 2, "other": 7}, {"count": (1, 3), "more": (8, 9)}
-    assert reason(fields.check_fields, Message(key, count), *tables) == expected
 
 
 def test_ids_are_little_endian_u32():
