@@ -10,6 +10,11 @@ from swarmnode.policy.load import Policy
 from swarmnode.rollouts.trainer.batch import TrainingGroup, own_group
 from swarmnode.trainer import update
 
+GCD_PROMPT = (
+    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
+    " answer."
+)
+
 
 def sampled_groups(policy: Policy, prompts: list[str], own: int) -> list[TrainingGroup]:
     """Return groups of four answers; all but the first `own` are of peers."""

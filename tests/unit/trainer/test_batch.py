@@ -3,11 +3,7 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from swarmnode.config import PolicyConfig
-from swarmnode.policy.generate import Sampling, generate
-from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import (
     TrainingGroup,
@@ -15,18 +11,6 @@ from swarmnode.rollouts.trainer.batch import (
     own_group,
     silent_share,
 )
-
-PROMPT = (
-    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
-    " answer."
-)
-
-
-@pytest.fixture(scope="module")
-def sample():
-    torch.set_num_threads(1)
-    policy = load_policy(PolicyConfig())
-    return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
 def test_assembled_rows_keep_groups_together(sample):

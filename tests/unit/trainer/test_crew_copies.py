@@ -35,7 +35,6 @@ PROMPTS = ["What is 3 + 4?"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("node")
     c = Config.model_validate(
         {

@@ -23,7 +23,6 @@ WEIGHTS = {"rule": "noloco", "fragments": 1, "sync_every": 4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.set_num_threads(1)
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=3)
     config = Config.model_validate(
         {

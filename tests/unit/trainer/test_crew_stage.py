@@ -31,7 +31,6 @@ def assigned(crew=CREW, index=1, socket="", step=0):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.set_num_threads(1)
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
     config = Config.model_validate(
         {

@@ -1,7 +1,6 @@
 """When a trainer joins a crew, and settings with which a crew cannot train."""
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 from transformers import GPT2Config
 
@@ -11,11 +10,6 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.process import Progress
 from swarmnode.stages.trainer.crew_trainer import CrewTrainer, make_trainer
 from swarmnode.trainer.loop import Trainer
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

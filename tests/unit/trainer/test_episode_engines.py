@@ -27,7 +27,6 @@ from tests.support.served.standin import StandIn
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    torch.set_num_threads(1)
     with walking_game(tmp_path_factory.mktemp("game")) as scorer:
         yield scorer
 

@@ -71,7 +71,6 @@ def policy():
     """The embedded policy without a chat template, so that observations stand between line breaks.
     Its answers end after some tokens for any question. No answer has another special token, because
     an answer with one would not be shared."""
-    torch.set_num_threads(1)
     policy = load_policy(PolicyConfig())
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = None

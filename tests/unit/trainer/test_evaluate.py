@@ -41,7 +41,6 @@ def test_evaluations_take_a_small_share_of_tokens_by_default(every):
 
 
 async def test_evaluations_are_delayed_and_counted(tmp_path):
-    torch.set_num_threads(1)
     reports = []
     for name, every in (("usual", 0), ("unlimited", 2)):
         directory = tmp_path / name
@@ -72,7 +71,6 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "batches"), [(0.0, 1), (60.0, 2)])
 async def test_the_policy_is_measured_when_the_node_stops(tmp_path, monkeypatch, seconds, batches):
-    torch.set_num_threads(1)
     monkeypatch.setattr(loop, "STOP_SECONDS", seconds)
     settings = {
         "node": {"data_dir": tmp_path},

@@ -28,7 +28,6 @@ TOO_LARGE = 2.0**40
 
 @pytest.fixture(autouse=True)
 def _after():
-    torch.set_num_threads(1)
     yield
     load_policy(PolicyConfig(devices="cpu"))  # accelerate's precision is global
 

@@ -7,10 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig
 from swarmnode.errors import EngineGone
 from swarmnode.policy.generate import Sampling, generate
-from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import LEAST_PROBABILITY
@@ -29,22 +27,12 @@ from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
-
-PROMPT = (
-    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
-    " answer."
-)
+from tests.support.updates import GCD_PROMPT
 
 
 @pytest.fixture(scope="module")
-def policy():
-    torch.set_num_threads(1)
-    return load_policy(PolicyConfig())
-
-
-@pytest.fixture(scope="module")
-def sample(policy):
-    return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
+def policy(embedded):
+    return embedded
 
 
 def external(
@@ -77,7 +65,7 @@ def external(
     made_by = model or policy.fingerprint, tokenizer or policy.tokenizer_hash
     sampling = SamplingParams(temperature, 1.0, 8)
     group = RolloutGroup(TaskRef("rg/gcd", "v", 0, 0), *made_by, 0, 0, 0, sampling, completions)
-    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
+    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, GCD_PROMPT, list(rewards), 0)
 
 
 def judged(policy, group, checks=CHECKS):
@@ -207,7 +195,7 @@ def test_invented_worse_completion_has_weight_0(policy, sample):
 
 def test_a_lucky_right_answer_survives(policy, sample):
     """The least likely of two thousand completions of the own policy is the only rewarded one."""
-    (many,) = generate(policy, [PROMPT], Sampling(2000, 8), policy.random_generator(5))
+    (many,) = generate(policy, [GCD_PROMPT], Sampling(2000, 8), policy.random_generator(5))
     luckiest = min(
         (c for c in many.completions if not policy.hides(c.ids)),
         key=lambda c: math.fsum(c.logprobs),
@@ -365,7 +353,7 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
 
 
 def test_logprobs_are_compared_at_the_sender_s_temperature(policy):
-    cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
+    cool = generate(policy, [GCD_PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
     strict = ExternalChecks(spot_check_tolerance=0.001)
     assert outcome(policy, group, strict) == "used"

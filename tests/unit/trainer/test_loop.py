@@ -4,7 +4,6 @@ import itertools
 import threading
 
 import pytest
-import torch
 import trio
 
 from swarmnode.config import Config
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
 
 

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import Unavailable
@@ -18,12 +17,6 @@ from tests.support.model_zoo import CONFIGS, build
 
 REFUSED = {"mamba"}
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    torch.set_num_threads(1)
-    return load_policy(PolicyConfig(devices="cpu"))
 
 
 @pytest.fixture

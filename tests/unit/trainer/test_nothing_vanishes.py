@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
 
 

@@ -1,7 +1,6 @@
 """The continuous engine through whole steps: sampling, scoring, updates."""
 
 import pytest
-import torch
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.generate import Sampling
@@ -30,7 +29,6 @@ class EverySecond:
 def trained():
     """Return (engine, policy, experiences, updates) after some steps with few concurrent rows, so
     that many requests are unfinished at each update."""
-    torch.set_num_threads(1)
     training = TrainingConfig(
         num_generations=4,
         groups_per_step=2,

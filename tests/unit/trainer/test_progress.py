@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 from swarmnode import process
 from swarmnode.config import Config, PolicyConfig, TaskConfig, TrainingConfig, WeightsConfig
@@ -27,7 +26,6 @@ PROMPT = "What is 3 + 4?"
 @pytest.fixture
 def engine():
     """(engine, calls): a call for every sign of life."""
-    torch.set_num_threads(1)
     calls = []
     config = Config(weights=WeightsConfig(rule="off"))
     made = make_whole_policy(

@@ -45,7 +45,6 @@ class Fixture:
     """A pool of ranks, and engines with and without it that start with the same weights."""
 
     def __init__(self, config, pool=None):
-        torch.set_num_threads(1)
         count = int(config.policy.devices)
         devices = [torch.device("cpu")] * count
         self.config = config

@@ -11,11 +11,6 @@ from swarmnode.trainer import loop
 from tests.support.network_side import run_trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 async def train(data_dir, *, on_report=None, node=None, **training):
     """Run a trainer to its end; returns its reports."""
     settings = {

@@ -32,7 +32,6 @@ def folder(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(

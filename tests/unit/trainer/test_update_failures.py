@@ -8,27 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError
-from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer import update as module
 from swarmnode.trainer.update import Updater
-from tests.support.updates import sampled_groups, small_device
+from tests.support.updates import GCD_PROMPT, sampled_groups, small_device
 
 PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
-LONG_PROMPT = (
-    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
-    " answer."
-)
 
 
 @pytest.fixture(scope="module")
-def base():
-    torch.set_num_threads(1)
-    return load_policy(PolicyConfig(devices="cpu"))
+def base(embedded):
+    return embedded
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +150,7 @@ def test_a_batch_without_a_signal_moves_nothing(base, groups):
 @pytest.mark.parametrize("long", [0, 1])
 def test_out_of_memory_halves_the_micro_batch(base, monkeypatch, long):
     """The own group or the peer's does not fit in one piece."""
-    prompts = [LONG_PROMPT, PROMPTS[0]] if long == 0 else [PROMPTS[0], LONG_PROMPT]
+    prompts = [GCD_PROMPT, PROMPTS[0]] if long == 0 else [PROMPTS[0], GCD_PROMPT]
     batch = assemble(sampled_groups(base, prompts, own=1), "grpo")
     found = []
     for small in (False, True):
