@@ -4,6 +4,7 @@ records the messages it receives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -65,3 +66,23 @@ async def run_trainer(
         await trio.to_thread.run_sync(trainer.run)
         nursery.cancel_scope.cancel()
     return network
+
+
+async def train_alone(
+    data_dir: Path,
+    on_report: Callable[[Trainer, Report], None] | None = None,
+    *,
+    node: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
+    held_out: int = 1,
+    **training: Any,
+) -> list[Report]:
+    """Run a trainer that averages with no other to its end; return its reports."""
+    settings = {
+        "node": {"data_dir": data_dir, **(node or {})},
+        "policy": policy or {},
+        "training": {"eval_every": 100, **training},
+        "task": {"held_out_per_task": held_out},
+        "weights": {"rule": "off"},
+    }
+    return (await run_trainer(settings, on_report=on_report)).reports

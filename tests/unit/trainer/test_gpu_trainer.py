@@ -1,10 +1,12 @@
 """The trainer on a CUDA device: learning, restart, and memory limits. Skipped without a device."""
 
+import functools
+
 import pytest
 import torch
 
 from swarmnode.errors import DeviceError
-from tests.support.network_side import run_trainer
+from tests.support.network_side import train_alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,41 +20,22 @@ LARGE = {
 }
 
 
-async def train(data_dir, *, policy, **training):
-    settings = {
-        "node": {"data_dir": data_dir},
-        "policy": policy,
-        "training": {"eval_every": 100, **training},
-        "task": {"held_out_per_task": 4},
-        "weights": {"rule": "off"},
-    }
-    return (await run_trainer(settings)).reports
-
-
-async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
-    first = await train(
-        tmp_path, policy={"devices": "cuda"}, max_steps=60, eval_every=60, learning_rate=1e-3
-    )
-    assert (first[-1].device, first[-1].dtype) == ("cuda:0", "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_it_learns_and_is_restored(tmp_path, dtype):
+    gpu = {"devices": "cuda"} if dtype == "bfloat16" else {"devices": "cuda", "dtype": dtype}
+    train = functools.partial(train_alone, tmp_path, held_out=4)
+    first = await train(policy=gpu, max_steps=60, eval_every=60, learning_rate=1e-3)
+    assert (first[-1].device, first[-1].dtype) == ("cuda:0", dtype)
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
-    second = await train(tmp_path, policy={"devices": "cuda"}, max_steps=62)
+    assert first[-1].drops["update"].dropped.keys() <= {"no_signal", "overflow"}
+    second = await train(policy=gpu, max_steps=62)
     assert second[-1].step == 62
     assert second[-1].reward_held_out == first[-1].reward_held_out
     # and again on a CPU: another kind of random generator, the same optimizer
-    third = await train(tmp_path, policy={"devices": "cpu"}, max_steps=64)
+    third = await train(policy={"devices": "cpu"}, max_steps=64)
     assert (third[-1].step, third[-1].device) == (64, "cpu")
-    fourth = await train(tmp_path, policy={"devices": "cuda"}, max_steps=65)
+    fourth = await train(policy=gpu, max_steps=65)
     assert (fourth[-1].step, fourth[-1].device) == (65, "cuda:0")
-
-
-async def test_learns_in_float16(tmp_path):
-    place = {"devices": "cuda", "dtype": "float16"}
-    first = await train(tmp_path, policy=place, max_steps=60, eval_every=60, learning_rate=1e-3)
-    assert (first[-1].device, first[-1].dtype) == ("cuda:0", "float16")
-    assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
-    assert first[-1].drops["update"].dropped.keys() <= {"no_signal", "overflow"}
-    second = await train(tmp_path, policy=place, max_steps=62)
-    assert second[-1].step == 62
 
 
 @pytest.fixture
@@ -70,7 +53,7 @@ def allow():
 
 async def test_a_shortage_of_memory_lowers_the_limit(tmp_path, allow):
     allow(256 * 2**20)  # cuBLAS alone takes 32 MiB for each stream of each thread
-    first = await train(tmp_path, policy={"devices": "cuda"}, max_steps=2, **LARGE)
+    first = await train_alone(tmp_path, policy={"devices": "cuda"}, max_steps=2, **LARGE)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].micro_batch_tokens
@@ -82,5 +65,5 @@ async def test_too_small_gpu_fails_with_one_line(tmp_path, allow):
     # not in memory that the allocator has cached in other tests
     many = {**LARGE, "max_completion_length": 256}
     with pytest.raises(ExceptionGroup) as raised:
-        await train(tmp_path, policy={"devices": "cuda"}, max_steps=1, **many)
+        await train_alone(tmp_path, policy={"devices": "cuda"}, max_steps=1, **many)
     assert isinstance(raised.value.exceptions[0], DeviceError)

@@ -13,7 +13,7 @@ from swarmnode.rollouts.trainer.batch import assemble
 from swarmnode.trainer import update
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import Ready, run_rank
-from tests.support.network_side import run_trainer
+from tests.support.network_side import train_alone
 from tests.unit.trainer.test_ranks import Fixture, configured, own_and_peers
 
 pytestmark = pytest.mark.slow
@@ -89,15 +89,9 @@ def test_rank_that_cannot_load_reports_one_line(fixture):
 
 async def train(data_dir, on_report=None, **training):
     """Run a trainer of two ranks to its end; return its reports."""
-    settings = {
-        "node": {"data_dir": data_dir},
-        "policy": {"devices": 2, "threads": 1},
-        "training": {"eval_every": 100, "save_every": 1000, **training},
-        "task": {"held_out_per_task": 1},
-        "weights": {"rule": "off"},
-    }
+    policy = {"devices": 2, "threads": 1}
     try:
-        return (await run_trainer(settings, on_report=on_report)).reports
+        return await train_alone(data_dir, on_report, policy=policy, save_every=1000, **training)
     except ExceptionGroup as lost:
         raise lost.exceptions[0] from None
 

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -17,14 +18,10 @@ from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 
 
-def make(seed=0):
+def make(seed=0, optimizer=partial(torch.optim.AdamW, lr=0.01)):  # noqa: B008 - immutable
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    return (
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        torch.Generator().manual_seed(seed),
-    )
+    return model, optimizer(model.parameters()), torch.Generator().manual_seed(seed)
 
 
 def step(model, optimizer, rng):
@@ -49,21 +46,49 @@ def test_use_counts_keep_the_latest_peers():
     assert list(counters.peers_used)[-2:] == [f"peer {state.PEERS_USED + 9}", "a friend"]
 
 
-def test_a_restored_trainer_continues_bit_for_bit(tmp_path):
-    model, optimizer, rng = make()
+class Eight(torch.optim.Optimizer):
+    """Adam with the form of bitsandbytes' state: 8-bit moments with their scales, and the number of
+    steps as an int. Its arithmetic is simpler, and depends on all of them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            for name in ("1", "2"):
+                moment = kept.get(f"state{name}", torch.zeros(parameter.shape, dtype=torch.uint8))
+                kept[f"state{name}"] = moment + (parameter.grad > 0)
+                kept[f"absmax{name}"] = (
+                    kept.get(f"absmax{name}", 0) + parameter.grad.abs().max()[None]
+                )
+            kept["step"] = kept.get("step", 0) + 1
+            scales = kept["absmax1"] / (1 + kept["absmax2"]) / kept["step"]
+            parameter.sub_(0.01 * scales * (kept["state1"].float() - kept["state2"].float() / 3))
+
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "8 bits": Eight,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_restored_trainer_continues_bit_for_bit(tmp_path, kind):
+    model, optimizer, rng = make(optimizer=OPTIMIZERS[kind])
     for _ in range(3):
         step(model, optimizer, rng)
     counters = Counters(
         step=3, policy_version=3, sequence=24, peers_used={"a": 2}, reward_held_out=0.25
     )
     state.write(tmp_path, state.take(model, optimizer, rng, counters, "f"))
-    for _ in range(2):
-        step(model, optimizer, rng)
-
-    other, other_optimizer, other_rng = make(seed=1)
+    other, other_optimizer, other_rng = make(seed=1, optimizer=OPTIMIZERS[kind])
     restored = state.restore(tmp_path, other, other_optimizer, other_rng, "f")
     assert restored == counters
     for _ in range(2):
+        step(model, optimizer, rng)
         step(other, other_optimizer, other_rng)
     assert torch.equal(weights(model), weights(other))
 
@@ -85,8 +110,8 @@ def test_replacing_a_state_does_not_affect_its_reader(tmp_path, monkeypatch):
     before safetensors opens it again by name."""
     model, optimizer, rng = make()
     step(model, optimizer, rng)
-    expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+    expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     step(model, optimizer, rng)
     later = state.take(model, optimizer, rng, Counters(step=2), "f")
 
@@ -177,67 +202,12 @@ def test_generator_of_another_device_becomes_a_seed():
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_step_count_is_on_the_fused_optimizer_s_device(tmp_path):
-    model, _, rng = make()
-    fused = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    step(model, fused, rng)
-    state.write(tmp_path, state.take(model, fused, rng, Counters(step=1), "f"))
-    other, _, other_rng = make(seed=1)
-    restored = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
-    state.restore(tmp_path, other, restored, other_rng, "f")
-    step(model, fused, rng)
-    step(other, restored, other_rng)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-    )
-
-
-class Eight(torch.optim.Optimizer):
-    """Adam with the form of bitsandbytes' state: 8-bit moments with their scales, and the number of
-    steps as an int. Its arithmetic is simpler, and depends on all of them."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter]
-            for name in ("1", "2"):
-                moment = kept.get(f"state{name}", torch.zeros(parameter.shape, dtype=torch.uint8))
-                kept[f"state{name}"] = moment + (parameter.grad > 0)
-                kept[f"absmax{name}"] = (
-                    kept.get(f"absmax{name}", 0) + parameter.grad.abs().max()[None]
-                )
-            kept["step"] = kept.get("step", 0) + 1
-            scales = kept["absmax1"] / (1 + kept["absmax2"]) / kept["step"]
-            parameter.sub_(0.01 * scales * (kept["state1"].float() - kept["state2"].float() / 3))
-
-
-def test_moments_in_8_bits_are_kept_as_they_are(tmp_path):
-    model, _, rng = make()
-    optimizer = Eight(model.parameters())
-    for _ in range(3):
-        step(model, optimizer, rng)
-    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=3), "f"))
-    for _ in range(2):
-        step(model, optimizer, rng)
-    other, _, other_rng = make(seed=1)
-    other_optimizer = Eight(other.parameters())
-    assert state.restore(tmp_path, other, other_optimizer, other_rng, "f") == Counters(step=3)
-    for _ in range(2):
-        step(other, other_optimizer, other_rng)
-    assert torch.equal(weights(model), weights(other))
-
-
 def test_changed_optimizer_keeps_weights_and_resets_moments(tmp_path):
     for before, after in ((Eight, torch.optim.AdamW), (torch.optim.AdamW, Eight)):
-        model, _, rng = make()
-        optimizer = before(model.parameters())
+        model, optimizer, rng = make(optimizer=before)
         step(model, optimizer, rng)
         state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
-        other, _, other_rng = make(seed=1)
-        other_optimizer = after(other.parameters())
+        other, other_optimizer, other_rng = make(seed=1, optimizer=after)
         state.restore(tmp_path, other, other_optimizer, other_rng, "f")
         assert torch.equal(weights(model), weights(other))
         assert not other_optimizer.state
@@ -321,7 +291,6 @@ def test_damaged_state_falls_back_to_an_earlier_one(tmp_path, damage):
     damaged = (tmp_path / state.FILE).read_bytes()
     if damage in BYTES:
         damaged = BYTES[damage](damaged)
-        (tmp_path / state.FILE).unlink()  # the kept one is another name of the same file
         (tmp_path / state.FILE).write_bytes(damaged)
     model, optimizer, rng = make(seed=1)
     assert state.restore(tmp_path, model, optimizer, rng, "f").step == 1
@@ -390,12 +359,10 @@ def test_weights_that_are_not_finite_replace_no_good_state(tmp_path, number):
 
 
 def test_moments_in_8_bits_of_another_shape_are_refused(tmp_path):
-    model, _, rng = make()
-    optimizer = Eight(model.parameters())
+    model, optimizer, rng = make(optimizer=Eight)
     step(model, optimizer, rng)
     kept = optimizer.state[model[0].weight]
     kept["state1"] = kept["state1"].reshape(4, 8)
     state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
-    other, _, other_rng = make(seed=1)
     with pytest.raises(StateError, match=r"moment of 0\.weight"):
-        state.restore(tmp_path, other, Eight(other.parameters()), other_rng, "f")
+        state.restore(tmp_path, *make(seed=1, optimizer=Eight), "f")

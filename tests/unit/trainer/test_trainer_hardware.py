@@ -8,18 +8,7 @@ import torch
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import Policy
 from swarmnode.trainer import loop
-from tests.support.network_side import run_trainer
-
-
-async def train(data_dir, *, on_report=None, node=None, **training):
-    """Run a trainer to its end; returns its reports."""
-    settings = {
-        "node": {"data_dir": data_dir, **(node or {})},
-        "training": training,
-        "task": {"held_out_per_task": 1},
-        "weights": {"rule": "off"},
-    }
-    return (await run_trainer(settings, on_report=on_report)).reports
+from tests.support.network_side import train_alone
 
 
 class Allocator:
@@ -45,7 +34,7 @@ class Allocator:
 async def test_a_shortage_of_memory_lowers_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 24)  # its trial has such a row
     allocator = Allocator(monkeypatch, tokens=60, training=False)
-    first = await train(tmp_path, max_steps=2, eval_every=100)
+    first = await train_alone(tmp_path, max_steps=2)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].generation_tokens
@@ -59,7 +48,7 @@ async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
 
     Allocator(monkeypatch, tokens=4)
     with pytest.raises(ExceptionGroup) as raised:
-        await train(tmp_path, max_steps=1)
+        await train_alone(tmp_path, max_steps=1)
     assert isinstance(raised.value.exceptions[0], DeviceError)
 
 
@@ -72,7 +61,7 @@ async def test_trainer_rests_in_quiet_hours_and_can_be_stopped(tmp_path, monkeyp
             rested.set()
             trainer.stop()
 
-    reports = await train(
+    reports = await train_alone(
         tmp_path, on_report=stop_once_paused, node={"quiet_hours": "00:00-00:00"}, max_steps=5
     )
     assert rested.is_set()
