@@ -19,8 +19,9 @@ from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import CAP
 from swarmnode.rollouts.trainer.batch import Rows
 from swarmnode.trainer.update import Updater
+from tests.support.fakes.policy import write_tiny_policy
 
-PAD, EOS, LENGTH = 0, 1, 7
+PAD, LENGTH = 0, 7
 TEMPERATURE = 0.7
 CLIP = 0.05
 RATE = 3e-3
@@ -28,36 +29,7 @@ RATE = 3e-3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Llama of one layer and 32 words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        initializer_range=0.5,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(
-        models.WordLevel(
-            {"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}, unk_token="</s>"
-        )
-    )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left"
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_tiny_policy(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
