@@ -45,15 +45,9 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     """Decode one frame. given: hidden, vocab, tokens, codec. Raise BadMessage with a reason of
     FRAME_REASONS."""
     limits = FrameLimits(given["hidden"], given["vocab"], given["tokens"])
-    stream = Bytes(data)
-    got = trio.run(read_frame, stream, limits)
-    if got is None:
-        raise BadMessage("truncated", "nothing")
-    if stream.data:
-        raise BadMessage("size", f"{len(stream.data)} bytes too many")
-    frame, body = got
+    frame, body = _only_message(read_frame, data, limits)
     return {
-        "header": msgspec.to_builtins(frame, builtin_types=(bytes,)),
+        "header": _plain(frame),
         **_body(frame, body, limits, given["codec"]),
     }
 
@@ -61,17 +55,19 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
 def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     """Decode one message of a state stream; `given` as in `read_whole`. Raise BadMessage with a
     reason of STATE_REASONS."""
+    limits = FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+    message, body = _only_message(state_messages.read_state, data, limits)
+    return {"header": _plain(message), "body": body}
+
+
+def _only_message(read: Any, data: bytes, limits: FrameLimits) -> tuple[Any, bytes]:
     stream = Bytes(data)
-    got = trio.run(
-        state_messages.read_state,
-        stream,
-        FrameLimits(given["hidden"], given["vocab"], given["tokens"]),
-    )
+    got: tuple[Any, bytes] | None = trio.run(read, stream, limits)
     if got is None:
         raise BadMessage("truncated", "nothing")
     if stream.data:
         raise BadMessage("size", f"{len(stream.data)} bytes too many")
-    return {"header": msgspec.to_builtins(got[0], builtin_types=(bytes,)), "body": got[1]}
+    return got
 
 
 def _body(frame: Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:

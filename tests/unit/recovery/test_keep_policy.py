@@ -41,17 +41,15 @@ def base(models, tmp_path):
 def fleet(models, base, tmp_path):
     made = []
 
-    def build(keepers=(1,), lora=0, full_bytes=2**28, layers=(1, 1, 1, 1), **settings):
+    def build(keepers=(1,), lora=0, full_bytes=2**28):
         model = copy.deepcopy(models["llama"])
         if lora:
             model = get_peft_model(model, lora_settings(policy_of(base, lora)))
             freeze_a(dict(model.named_parameters()))
-        chosen = RecoverySettings(
-            checkpoint_every=2, seconds=30.0, full_bytes=full_bytes, **settings
-        )
+        chosen = RecoverySettings(checkpoint_every=2, seconds=30.0, full_bytes=full_bytes)
         owner = state.owner(fingerprint(base), state.adapter_shape(LoraSettings(r=lora)))
         one = Fleet(
-            model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
+            model, [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
         )
         made.append(one)
         return one
@@ -128,7 +126,7 @@ async def test_export_names_the_missing_stages(fleet, base, tmp_path):
 
 
 async def test_small_checkpoints_are_exported_as_they_are(fleet, base, tmp_path):
-    crew = fleet(full_bytes=1, layers=(1, 1, 1, 1), keepers=(0, 1))
+    crew = fleet(full_bytes=1, keepers=(0, 1))
     await train(crew, 6)
     told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert set(told.stages) == {6}

@@ -27,13 +27,13 @@ from swarmnode.stages.trainer.crew_model import (
     open_model,
 )
 from swarmnode.stages.trainer.pipeline import gradient_codec
-from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import averaged_parameters
 from swarmnode.stages.trainer.stage_model import StageRuntime, add_adapter, load_stage, make_packing
 from swarmnode.swarm.manifest import AGREED_KEYS
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from swarmnode.weights.trainer.lora import A_MARK
+from tests.support.crew_models import stage_of
 from tests.support.largest import Alive
 
 SHAPE = {
@@ -53,11 +53,6 @@ def config_of(tmp_path, **stages) -> Config:
             "stages": {"mode": "always", **stages},
         }
     )
-
-
-def stage_of(model, cut, index) -> Stage:
-    assigned = StageAssignment(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
-    return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +170,9 @@ def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
         for cut in ((1, 3), (2, 2), (2, 1, 1)):
             held = set()
             for index in range(len(cut)):
-                stage = stage_of(model, cut, index)
+                members = ("a",) * len(cut)
+                assigned = StageAssignment(b"c" * 32, b"l" * 32, index, cut, members, 0, "")
+                stage = stage_of(model, assigned)
                 mine = averaged_parameters(stage)
                 assert_it_says_that_it_goes_on(stage.runtime)
                 blocks = {block_of(name) for name in mine}

@@ -10,11 +10,10 @@ from swarmnode.stages.crew_messages import StageAssignment
 from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.local_stage import LocalStage
 from swarmnode.stages.trainer.restore import RestoredStage, RestoreSource
-from swarmnode.stages.trainer.stage import Stage
 from swarmnode.stages.trainer.stage_averaging import CLOCKS
 from swarmnode.stages.trainer.stage_checkpoints import load_weights, trained
 from swarmnode.weights import local
-from tests.support.crew_models import averaging_of, recovery_of
+from tests.support.crew_models import averaging_of, recovery_of, stage_of
 from tests.support.replica import settle
 
 CREW = b"c" * 32
@@ -44,12 +43,7 @@ class Node:
             update={"node": config.node.model_copy(update={"data_dir": directory})}
         )
         self.assigned = StageAssignment(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, "")
-        self.stage = Stage(
-            self.assigned,
-            crew_model.build((1, 1, 1), 1),
-            crew_model.settings(),
-            crew_model.limits(),
-        )
+        self.stage = stage_of(crew_model, self.assigned)
         self.sent = []
         self.averaging = averaging_of(config, self.stage, self.sent.append, connected=lambda: False)
         self.recovery = recovery_of(

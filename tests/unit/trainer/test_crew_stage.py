@@ -2,6 +2,7 @@
 steps."""
 
 import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -18,8 +19,7 @@ from swarmnode.stages.trainer import crew_model
 from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.links import CONNECT_SECONDS, connect
 from swarmnode.stages.trainer.runner import StageRunner
-from swarmnode.stages.trainer.stage import Stage
-from tests.support.crew_models import recovery_of
+from tests.support.crew_models import recovery_of, stage_of
 from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
@@ -44,8 +44,7 @@ def model(tmp_path_factory):
 
 
 def stage_at(model, step=0):
-    _, crew = model
-    return Stage(assigned(step=step), crew.build((1, 1), 1), crew.settings(), crew.limits())
+    return stage_of(model[1], assigned(step=step))
 
 
 @pytest.fixture
@@ -173,9 +172,7 @@ def test_stage_with_a_failed_device_is_not_reused(model, tmp_path, error):
     recovery = recovery_of(config, crew, tmp_path)
     alone = msgspec.structs.replace(assigned(index=0), layers=(2,), members=("a",))
     runner = StageRunner(
-        lambda assigned: Stage(
-            assigned, crew.build(assigned.layers, assigned.stage), crew.settings(), crew.limits()
-        ),
+        partial(stage_of, crew),
         recovery,
         send,
         lambda what: None,

@@ -14,7 +14,7 @@ from swarmnode.tasks.frames import ScorerFailed
 from swarmnode.trainer import loop
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due, forget_other_questions
 from swarmnode.trainer.state import Counters
-from tests.support.network_side import run_trainer
+from tests.support.network_side import run_trainer, train_alone
 
 COST = 1500
 
@@ -43,13 +43,9 @@ def test_evaluations_take_a_small_share_of_tokens_by_default(every):
 async def test_evaluations_are_delayed_and_counted(tmp_path):
     reports = []
     for name, every in (("usual", 0), ("unlimited", 2)):
-        directory = tmp_path / name
-        settings = {
-            "node": {"data_dir": directory},
-            "weights": {"rule": "off"},
-            "training": {"max_steps": 6, "eval_every": every},
-        }
-        reports.append((await run_trainer(settings)).reports)
+        reports.append(
+            await train_alone(tmp_path / name, held_out=16, max_steps=6, eval_every=every)
+        )
     usual, unlimited = (each[-1] for each in reports)
     assert usual.evaluation_tokens_total > 0
     assert 1.75 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 2.25, (
