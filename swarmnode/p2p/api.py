@@ -9,8 +9,8 @@ Code above `p2p` depends on these protocols, not on their implementations.
             ─ .bulk         Bulk: large content in verified chunks
 
 A caller that only sends requests depends on `Requests`; a caller that needs several parts composes
-them. `p2p.network` implements the protocols on libp2p, `tests.support.fakes.network` in memory and
-without streams. tests/unit/p2p/test_api.py runs the same contract against both.
+them. `p2p.network` implements the protocols on libp2p, `tests.support.fakes.network` connections,
+scores and requests in memory. tests/unit/p2p/test_api.py runs the same contract against both.
 
 Every method that contacts a peer takes a deadline in seconds. It raises PeerError or a subclass
 (PeerTimeout, BadMessage, Incompatible) for every fault of the peer or of the connection, and

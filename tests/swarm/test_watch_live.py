@@ -38,11 +38,7 @@ NODE = {
         "monthly_bytes": 2**40,
     },
     "policy": {"threads": 1},
-    "training": {
-        "step_interval": 1.0,
-        "eval_every": 5,
-        "save_every": 1.0,
-    },
+    "training": {"step_interval": 1.0, "eval_every": 5, "save_every": 1.0},
     "weights": {"sync_every": 6, "fragments": 2, "partners": "anyone"},
     "http": {"port": 0},
 }

@@ -1,2 +1,2 @@
-"""In-memory network, in-process scorer and tiny policy for tests. tests/unit/fakes and
-tests/unit/p2p/test_api.py check that they behave like the real ones."""
+"""In-memory network, in-process scorer and tiny policy for tests. tests/unit/p2p/test_api.py checks
+that requests in memory behave like real ones."""

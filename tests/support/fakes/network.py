@@ -5,7 +5,7 @@ delay (unless a latency is set).
     a, b, c = (swarm.join(peer) for peer in "abc")      # fully connected
     swarm.cut("a", "c")                                 # a and c are no longer connected
 
-It implements the contract of swarmnode/p2p/api.py, and tests/unit/p2p/test_api.py checks it
+Requests follow the contract of swarmnode/p2p/api.py, and tests/unit/p2p/test_api.py checks it
 together with the real network: a request raises only PeerTimeout, Incompatible,
 BadMessage("oversize") or PeerError.
 """

@@ -72,12 +72,7 @@ def make_table(*connected):
     return table
 
 
-def make_node(
-    wire,
-    table=None,
-    clock=lambda: NOW + trio.current_time(),
-    allowed=lambda peer: True,
-):
+def make_node(wire, table=None, clock=lambda: NOW + trio.current_time(), allowed=lambda peer: True):
     rng = random.Random(1)
     connections = SimpleNamespace(vantage_address=lambda peer: HERE, observed=lambda peer: HERE)
     node = Neighbours(

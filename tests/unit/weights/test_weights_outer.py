@@ -6,20 +6,9 @@ import pytest
 import torch
 
 from swarmnode.errors import StateError
-from swarmnode.weights.rule import (
-    MAX_LAG,
-    Rule,
-    mixing_weight,
-    next_outer_step,
-    too_far_behind,
-)
+from swarmnode.weights.rule import MAX_LAG, Rule, mixing_weight, next_outer_step, too_far_behind
 from swarmnode.weights.trainer.outer import OuterState, host_copy, prepare
-from tests.support.outer_rules import (
-    average,
-    blend,
-    outer_step,
-    outer_step_of_two_tensors,
-)
+from tests.support.outer_rules import average, blend, outer_step, outer_step_of_two_tensors
 
 
 def replica(seed, size=50):
