@@ -573,27 +573,22 @@ def test_proven_holders_are_polled_most():
         (None, puller.FAILED_SECONDS),
         ("busy", puller.BUSY_SECONDS),
         ("unknown", puller.MOST_REST_SECONDS),
+        ("not served yet", puller.REFUSED_SECONDS),
     ],
 )
 def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     world = World(["h"])
     assert world.polls() == ["h"]
-    given = answer and ListingResponse(answer, LIFE, 0, [])
-    assert world.puller.polled("h", given, world.now, NOW)
+    if answer == "not served yet":
+        world.puller.refused("h", world.now)
+    else:
+        given = answer and ListingResponse(answer, LIFE, 0, [])
+        assert world.puller.polled("h", given, world.now, NOW)
     assert world.faults() == ({} if answer else {"slow": 1})
     world.now += seconds - 0.1
     assert world.polls() == []
     assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
     world.now += 0.1
-    assert world.polls() == ["h"]
-
-
-def test_a_peer_that_does_not_serve_yet_is_polled_a_second_later():
-    world = World(["h"])
-    world.polls()
-    world.puller.refused("h", world.now)
-    assert world.polls() == []
-    world.now += puller.REFUSED_SECONDS
     assert world.polls() == ["h"]
 
 
