@@ -337,6 +337,7 @@ def test_versions_of_another_model_are_not_compared():
     one = signer()
     one.note_version(MODEL, 100, 0.0)
     assert one.is_outdated(MODEL, 10, 8, 1.0)
+    assert not one.is_outdated(MODEL, 10, 8, VERSION_MEMORY_SECONDS + 1.0), "a restored trainer"
     assert not one.is_outdated(b"o" * 32, 10, 8, 1.0)
     one.note_version(b"o" * 32, 30, 1.0)
     assert one.is_outdated(b"o" * 32, 10, 8, 1.0)
