@@ -14,32 +14,19 @@ from swarmnode.stages.trainer.local_stage import run_one
 from swarmnode.stages.trainer.pipeline import WorkerSettings
 from swarmnode.stages.trainer.stage_averaging import AverageProbe, _with_tensors
 from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings, read_work, trained
-from tests.support.lost_stages import Fleet, quiet, rows_of
+from tests.support.lost_stages import quiet, rows_of
 
 SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 
 @pytest.fixture
-def fleet(models, tmp_path):
-    made = []
-
+def fleet(models, make_fleet, tmp_path):
     def build(model=None):
-        settings = RecoverySettings(seconds=30.0)
-        made.append(
-            Fleet(
-                model or copy.deepcopy(models["llama"]),
-                [1, 1, 1, 1],
-                tmp_path / str(len(made)),
-                SETTINGS,
-                settings,
-            )
-        )
-        return made[-1]
+        model, settings = model or copy.deepcopy(models["llama"]), RecoverySettings(seconds=30.0)
+        return make_fleet(model, [1, 1, 1, 1], tmp_path / "crew", SETTINGS, settings)
 
-    yield build
-    for one in made:
-        one.close()
+    return build
 
 
 async def learn(crew, seed, count=24, rate=1e-3):

@@ -19,7 +19,7 @@ from swarmnode.stages.trainer.stage_checkpoints import RecoverySettings
 from swarmnode.trainer import state
 from swarmnode.weights.trainer.lora import freeze_a
 from tests.support.exporting import export
-from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
+from tests.support.lost_stages import checkpoints_in, quiet, rows_of
 
 SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
@@ -38,9 +38,7 @@ def base(models, tmp_path):
 
 
 @pytest.fixture
-def fleet(models, base, tmp_path):
-    made = []
-
+def fleet(models, base, make_fleet, tmp_path):
     def build(keepers=(1,), lora=0, full_bytes=2**28):
         model = copy.deepcopy(models["llama"])
         if lora:
@@ -48,15 +46,10 @@ def fleet(models, base, tmp_path):
             freeze_a(dict(model.named_parameters()))
         chosen = RecoverySettings(checkpoint_every=2, seconds=30.0, full_bytes=full_bytes)
         owner = state.owner(fingerprint(base), state.adapter_shape(LoraSettings(r=lora)))
-        one = Fleet(
-            model, [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
-        )
-        made.append(one)
-        return one
+        directory, layers = tmp_path / "crew", [1, 1, 1, 1]
+        return make_fleet(model, layers, directory, SETTINGS, chosen, keepers=keepers, owner=owner)
 
-    yield build
-    for one in made:
-        one.close()
+    return build
 
 
 def policy_of(base, lora):

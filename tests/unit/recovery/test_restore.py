@@ -18,7 +18,7 @@ from swarmnode.stages.trainer.stage_checkpoints import (
     trained,
 )
 from swarmnode.weights.trainer.lora import freeze_a
-from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
+from tests.support.lost_stages import checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,34 +28,16 @@ SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
 
 @pytest.fixture
-def fleet(models, tmp_path):
-    made = []
-
+def fleet(models, make_fleet, tmp_path):
     def build(
         stages=4, kind="llama", settings=None, crew=SETTINGS, model=None, name="crew", **keys
     ):
-        chosen = RecoverySettings(
-            **{
-                "checkpoint_every": 1,
-                "seconds": 30.0,
-                "neighbour_seconds": 30.0,
-                **(settings or {}),
-            }
-        )
-        one = Fleet(
-            model or copy.deepcopy(models[kind]),
-            SPLITS[stages],
-            tmp_path / name,
-            crew,
-            chosen,
-            **keys,
-        )
-        made.append(one)
-        return one
+        usual = {"checkpoint_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0}
+        chosen = RecoverySettings(**usual | (settings or {}))
+        model = model or copy.deepcopy(models[kind])
+        return make_fleet(model, SPLITS[stages], tmp_path / name, crew, chosen, **keys)
 
-    yield build
-    for one in made:
-        one.close()
+    return build
 
 
 async def learn(crew, steps, first=0, rate=1e-4):

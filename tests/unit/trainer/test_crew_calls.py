@@ -160,17 +160,21 @@ def test_slow_crew_gets_smaller_calls():
     assert slow[1].calls[0][0] < slow[0].calls[0][0]
 
 
-@pytest.mark.parametrize(("after", "calls"), [(5, 1), (4, 1), (6, 0), (7, 0)])
-def test_step_of_a_lost_crew_is_not_repeated(after, calls):
-    lost, following = Crew(ENDED, step=5), Crew(step=after)
-    assert policy_of(lost, following).update(some_rows("")).stepped
-    assert (len(lost.calls), len(following.calls)) == (1, calls)
-
-
-def test_update_counts_from_the_restored_step():
-    crews = [Crew(ENDED, step=5), Crew(ENDED, step=3), Crew(step=4)]
+@pytest.mark.parametrize(
+    ("steps", "calls"),
+    [
+        ([5, 5], [1, 1]),
+        ([5, 4], [1, 1]),
+        ([5, 6], [1, 0]),
+        ([5, 7], [1, 0]),
+        ([5, 3, 4], [1, 1, 0]),
+    ],
+)
+def test_step_of_a_lost_crew_is_repeated_only_if_it_is_not_taken(steps, calls):
+    """`steps` are those from which one crew after another begins; all but the last end."""
+    crews = [*(Crew(ENDED, step=step) for step in steps[:-1]), Crew(step=steps[-1])]
     assert policy_of(*crews).update(some_rows("")).stepped
-    assert [len(crew.calls) for crew in crews] == [1, 1, 0]
+    assert [len(crew.calls) for crew in crews] == calls
 
 
 class Refusing(Crew):

@@ -35,8 +35,12 @@ def test_unmoved_reward_is_reported_after_twenty_steps():
     assert "set training.learning_rate to 0.0015, or ask easier questions" in found[19].text
 
 
-def test_rising_reward_is_not_reported():
-    rewards = [reward + 0.02 * step for step, reward in enumerate(flat(40))]
+@pytest.mark.parametrize(
+    "rewards",
+    [[reward + 0.02 * step for step, reward in enumerate(flat(40))], [0.95, 1.0] * 15],
+    ids=["rising", "solved"],
+)
+def test_rising_reward_and_a_solved_task_are_not_reported(rewards):
     assert {each.kind for each in verdicts(watch(), rewards)} == {""}
 
 
@@ -59,10 +63,6 @@ def test_advised_rate_stays_below_the_warning(rate, advised):
 def test_a_start_that_is_not_known_is_not_judged():
     assert verdicts(watch(fresh=False), flat(30))[-1].kind == ""
     assert verdicts(watch("policy.model=embedded"), flat(30))[-1].kind == ""
-
-
-def test_solved_task_is_not_reported():
-    assert verdicts(watch(), [0.95, 1.0] * 15)[-1].kind == ""
 
 
 def test_only_steps_with_an_update_count():
