@@ -75,7 +75,7 @@ REASON_TEXTS = {
     "no_ids": "they have no token ids",
     "spot_check": "their log-probabilities differ from those computed here",
     "surprise": "they are too improbable under this node's policy",
-    "improbable": "this node almost never begins an answer like their best ones",
+    "improbable": "this node almost never samples the tokens of their rewarded answers",
     "drift": "they contain a token that is rare in own rewarded answers",
     "temperature": "their temperature is far from this node's",
     "too_large": "they do not fit into memory",

@@ -7,7 +7,6 @@ log-probabilities give no weight: they are checked only (`spot_check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -21,10 +20,9 @@ per token."""
 BURST_SCALE = 8.0
 LEAST_WEIGHT = 0.05
 LEAST_PROBABILITY = 1e-3
-"""A peer's completion is trained on up to its first token with a smaller probability under this
-node's policy. The gradient of log π is of order one even for an improbable token that on-policy
-sampling would almost never produce. Without this bound a peer could teach a mark that no verifier
-checks. With 1e-2, learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
+"""A peer's token with a smaller probability under this node's policy is not trained on. The
+gradient of log π is of order one even for an improbable token that on-policy sampling would almost
+never produce. Without this bound nodes with a real model learned less (benchmarks/RESULTS.md)."""
 
 
 def importance_weights(
@@ -109,18 +107,6 @@ def burst_weight(excess: torch.Tensor, slack: float) -> float:
     worst = float((summed - summed.cummin(0).values).max())
     weight = math.exp(-max(0.0, worst - slack) / BURST_SCALE)
     return weight if weight >= LEAST_WEIGHT else 0.0
-
-
-def learnt_tokens(local: Sequence[float], least: float = LEAST_PROBABILITY) -> int:
-    """Return the number of a peer's tokens that are trained on: those before the first one whose
-    probability under this node's policy is below `least`.
-
-    Args:
-        local: (T,) log-probabilities under this node's policy and temperature, nats.
-        least: Probability.
-    """
-    floor = math.log(least)
-    return next((i for i, logprob in enumerate(local) if logprob < floor), len(local))
 
 
 def burst_slack(vocab_size: int) -> float:

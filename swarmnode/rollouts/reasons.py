@@ -75,7 +75,7 @@ REASONS: Final[dict[str, Verdict]] = {
     # compared with this node's policy, which may be the one that differs from all others
     "spot_check": Verdict.IGNORE,
     "surprise": Verdict.IGNORE,  # the same
-    # nothing of the right answers can be learned: honest for a lucky one
+    # nothing of the rewarded answers can be learned: honest for a lucky one
     "improbable": Verdict.IGNORE,
     # a token that is rare in own rewarded answers: a mark, or another notation of a right answer
     "drift": Verdict.IGNORE,

@@ -40,15 +40,15 @@ class TrainingGroup:
     """(G,) True if a completion ended at the length limit; empty if none did."""
     learnt: list[int] = field(default_factory=list)
     """(G,) number of leading ids of a peer's completion that are trained on if its advantage is
-    positive; otherwise none are. Empty: all ids of all completions."""
+    positive, apart from masked ones; otherwise none are. Empty: all ids of all completions."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """All rows of a step, group after group. N = Σ G.
 
-    A peer's completion is cut to the tokens that are trained on. `lengths` has its full length,
-    because the normaliser counts all tokens.
+    A peer's completion is cut to the tokens that are trained on. `lengths` has the length before,
+    because the normaliser counts all tokens except improbable ones.
     """
 
     rows: list[Row]

@@ -8,16 +8,15 @@ Steps, with the reasons for refusal on the right:
     score     one forward pass of the own policy                 `too_large`, `failed`,
                                                                  `no_gradient`
     believe   surprise of the group and of each completion       `surprise`
-              under the own policy at the own temperature;
-              probability of the first token                     `improbable`
+              under the own policy at the own temperature
     compare   the sender's log-probabilities with the own ones   `spot_check`
     weigh     a factor for each completion's most surprising stretch
-    cut       drop each completion's tokens from the first one on that the own policy almost never
-              samples
     shorten   drop tokens at either end of a rewarded answer that its reward does not need
               (`needed.py`)
     bound     drop answers with a token that peers write much more often than this node
               (`quota.py`)                                       `drift`
+    mask      exclude tokens that the own policy almost never    `improbable`
+              samples
 
 One rule holds: no field that a sender may omit or forge makes its group more credible. Only the own
 policy decides whether a text was sampled; every claim is one more thing that can be wrong. No peer
@@ -45,7 +44,6 @@ from swarmnode.rl.corrections import (
     burst_slack,
     burst_weight,
     excess_surprise,
-    learnt_tokens,
     spot_check,
     surprise_check,
 )
@@ -80,9 +78,8 @@ class ExternalChecks:
     """Largest ratio of the sender's temperature to the own one, or its inverse. Beyond it, reported
     log-probabilities cannot be compared."""
     least_probability: float = LEAST_PROBABILITY
-    """A completion is cut before the first token with a lower probability than this under the own
-    policy. With 0, all tokens are trained on, and so are completions that earned less than the
-    group's mean."""
+    """Tokens with a lower probability than this under the own policy are not trained on. With 0,
+    they are, and so are completions that earned less than the group's mean."""
 
 
 CHECKS = ExternalChecks()
@@ -179,6 +176,8 @@ def judge(
                     accepted = _within_quota(
                         accepted, group.group.task.id, quota, asked, policy.token_name
                     )
+                if accepted.learnt:
+                    accepted = _masked(accepted, math.log(checks.least_probability))
         except GroupRefused as refused:
             judgement.refuse(group, refused)
         else:
@@ -209,8 +208,7 @@ def _weighed(
     compare(group, [chosen for chosen, _ in _at_sampled(rows, comparable)], policy, checks)
     was_cut = [completion.finish == "length" for completion in group.group.completions]
     chosen = [each for each, _ in own]
-    least = checks.least_probability
-    learnt = [learnt_tokens(each, least) for each in chosen] if least else []
+    learnt = [len(each) for each in chosen] if checks.least_probability else []
     return TrainingGroup(
         rows,
         chosen,
@@ -251,6 +249,36 @@ def _within_quota(
     if not any(count and is_better for count, is_better in zip(learnt, better, strict=True)):
         raise GroupRefused("drift", quota.refused.words(name_of) if quota.refused else "")
     return replace(accepted, learnt=learnt)
+
+
+def _masked(accepted: TrainingGroup, floor: float) -> TrainingGroup:
+    """Return the group without training on tokens with a log-probability below `floor`, nats.
+
+    Raises:
+        GroupRefused: No token of a rewarded completion is left.
+    """
+    rows = [
+        Row(
+            row.prompt,
+            row.completion,
+            [
+                was_sampled and logprob >= floor
+                for was_sampled, logprob in zip(row.sampled or [True] * len(own), own, strict=True)
+            ],
+        )
+        for row, own in zip(accepted.rows, accepted.sampler_logprobs, strict=True)
+    ]
+    learnt = [
+        count if row.first(count).tokens else 0
+        for count, row in zip(accepted.learnt, rows, strict=True)
+    ]
+    mean = statistics.fmean(accepted.rewards)
+    taught = zip(accepted.rewards, learnt, accepted.weights, strict=True)
+    if not any(count and weight > 0 for reward, count, weight in taught if reward > mean):
+        raise GroupRefused(
+            "improbable", "this node almost never samples a token of its rewarded answers"
+        )
+    return replace(accepted, rows=rows, learnt=learnt)
 
 
 def _at_sampled(rows: Sequence[Row], scored: Sequence[RowScores]) -> list[RowScores]:
@@ -424,8 +452,7 @@ def believe(
     policy: PolicyText,
     checks: ExternalChecks,
 ) -> list[float]:
-    """Return a weight for the most surprising stretch of each completion, (G,). It is 0 if the own
-    policy almost never samples the first token.
+    """Return a weight for the most surprising stretch of each completion, (G,).
 
     Args:
         rewards: (G,).
@@ -448,14 +475,6 @@ def believe(
     if not any(weights[i] > 0 for i in best):
         raise GroupRefused(
             "surprise", "its best answers have parts that this node hardly ever samples"
-        )
-    least = checks.least_probability
-    begins = [not least or learnt_tokens(chosen, least) > 0 for chosen, _ in scored]
-    weights = [weight * may for weight, may in zip(weights, begins, strict=True)]
-    if not any(weights[i] > 0 for i in best):
-        first = math.exp(max(scored[i][0][0] for i in best))
-        raise GroupRefused(
-            "improbable", f"this node begins an answer so in {100 * first:.2g} % of its samples"
         )
     return weights
 

@@ -17,7 +17,7 @@ from tests.support.sim import hostile
 UNJUDGED = {
     "surprise_check": mock.Mock(return_value=True),
     "burst_weight": mock.Mock(return_value=1.0),
-    "learnt_tokens": lambda local, least: len(local),
+    "_masked": lambda accepted, floor: accepted,
 }
 SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
 

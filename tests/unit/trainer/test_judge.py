@@ -422,35 +422,29 @@ def test_without_room_nothing_is_judged():
     assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
 
 
-def test_learning_stops_before_an_improbable_token(policy, sample):
+def test_improbable_tokens_are_not_learnt(policy, sample):
     answer = sample.completions[0]
-    mark = policy.tokenize_completion("zQ", "length")
-    body = answer.ids[:-1]
-    ids = [*body, *mark, answer.ids[-1]]
+    ids = [*answer.ids[:-1], *policy.tokenize_completion("zQ", "length"), answer.ids[-1]]
     (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
-    assert min(logprobs[len(body) : len(body) + 2]) < math.log(LEAST_PROBABILITY)
+    probable = [lp >= math.log(LEAST_PROBABILITY) for lp in logprobs]
+    assert not all(probable[len(answer.ids) - 1 :])
     marked = replace(answer, ids=ids, logprobs=logprobs, text=policy.decode(ids))
     group = external(policy, replace(sample, completions=[marked, *sample.completions[1:]]))
     loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
     (accepted,) = judged(policy, group, loose).accepted
-    first = next(i for i, lp in enumerate(logprobs) if lp < math.log(LEAST_PROBABILITY))
-    assert accepted.learnt[0] == first
-    assert len(accepted.learnt) == len(sample.completions)
+    assert accepted.rows[0].sampled == probable
+    assert accepted.learnt[0] == len(ids), "tokens behind it are learned"
     assert judged(policy, group, replace(loose, least_probability=0)).accepted[0].learnt == []
 
 
-def test_improbable_first_token_teaches_nothing(policy, sample):
-    ids = policy.tokenize_completion("Z" + sample.completions[0].text, "eos")
+def test_a_group_of_improbable_tokens_is_refused(policy, sample):
+    ids = policy.tokenize_completion("Z", "length")
     (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
-    assert logprobs[0] < math.log(LEAST_PROBABILITY)
-    first = replace(
-        sample.completions[0], ids=ids, logprobs=logprobs, text=policy.decode(ids), finish="eos"
-    )
-    group = external(policy, replace(sample, completions=[first, *sample.completions[1:]]))
+    assert max(logprobs) < math.log(LEAST_PROBABILITY)
+    only = replace(sample.completions[0], ids=ids, logprobs=logprobs, text="Z", finish="length")
+    group = external(policy, replace(sample, completions=[only, *sample.completions[1:]]))
     loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
-    judgement = judged(policy, group, loose)
-    assert [outcome for _, outcome in judgement.outcomes] == ["improbable"]
-    assert "begins an answer so in 0.0" in judgement.details["improbable"]
+    assert outcome(policy, group, loose) == "improbable"
 
 
 def test_peers_marks_are_not_learnt(policy, sample):
