@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import textwrap
 
 import pytest
 import trio
@@ -13,6 +12,7 @@ from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
 from swarmnode.daemon.supervisor import Supervisor
 from swarmnode.observe.systemd import Notifier
+from tests.unit.daemon.test_supervisor import CHILD, FOREVER
 
 
 class Manager:
@@ -91,16 +91,8 @@ def test_children_do_not_inherit_notify_socket():
 
 
 async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monkeypatch):
-    child = textwrap.dedent(f"""
-        import sys, time
-        sys.path.insert(0, {os.path.dirname(os.path.dirname(module.__file__))!r})
-        from swarmnode.process import Progress, die_with_parent
-        die_with_parent()
-        progress = Progress()
-        while True:
-            progress("training", 0.01)
-            time.sleep(0.02)
-    """)
+    root = os.path.dirname(os.path.dirname(module.__file__))
+    child = CHILD.format(path=root, name="network", marks=str(tmp_path), body=FOREVER)
     (tmp_path / "notified_child.py").write_text(child)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))

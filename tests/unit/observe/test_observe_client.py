@@ -16,7 +16,7 @@ from swarmnode import cli
 from swarmnode.errors import Unavailable
 from swarmnode.observe import client
 from swarmnode.observe.address import NodeAddress
-from swarmnode.observe.status import fetch, render_or_fail
+from swarmnode.observe.status import render_or_fail
 from tests.support.answering import HEAD, Script, serving, whole
 from tests.support.snapshots import example, status_of
 
@@ -152,10 +152,3 @@ def test_every_shown_text_is_escaped(capsys) -> None:
     shown = capsys.readouterr().out
     assert "[red]" in shown
     assert all(character.isprintable() or character in "\n\u202f" for character in shown)
-
-
-def test_unexpected_node_is_refused() -> None:
-    with serving(whole(json.dumps(status_of(example())).encode())) as url:
-        assert fetch(NodeAddress(url, example().node.peer))["ready"]["ok"]
-        with pytest.raises(Unavailable, match="another node answers"):
-            fetch(NodeAddress(url, "12D3KooWsomebodyelse"))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
-import httpx
 import msgspec
 import pytest
-import trio
 
 from swarmnode import cli
-from swarmnode.config import HttpConfig
 from swarmnode.observe import samples
-from swarmnode.observe.http import serve_http
 from swarmnode.observe.samples import Answer, Sample, newest, shortened, visible
-from tests.support.snapshots import PEERS, example
+from tests.support.snapshots import PEERS
+from tests.unit.observe.test_observe_http import served
 
 HOSTILE = {
     "markup": '</pre><script>document.title="owned"</script><img src=x onerror=alert(1)>',
@@ -86,13 +82,9 @@ def test_page_gets_short_escaped_samples(text) -> None:
 
 async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
     keep(tmp_path, [sample(step) for step in range(20)])
-    async with trio.open_nursery() as nursery:
-        start = functools.partial(serve_http, HttpConfig(port=0), example, data_dir=tmp_path)
-        url = await nursery.start(start)
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            served = (await client.get(f"{url}/samples")).json()
-        nursery.cancel_scope.cancel()
-    assert [each["step"] for each in served] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
+    async with served(data_dir=tmp_path) as client:
+        answer = (await client.get("/samples")).json()
+    assert [each["step"] for each in answer] == list(range(19, 19 - samples.PAGE_GROUPS, -1))
 
 
 def test_command_shows_author_and_rewards(tmp_path, capsys) -> None:

@@ -238,10 +238,6 @@ def test_grant_duration_is_clamped():
     assert plan.valid(59.0) == ["r"]
 
 
-# -- why the library's relay is not used; when these fail, upstream has changed and
-# docs/py-libp2p.md should too
-
-
 async def test_relay_without_budget_ends_circuits(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)

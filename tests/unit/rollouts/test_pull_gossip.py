@@ -115,21 +115,16 @@ async def flood(reader, holder, count, nursery, refused):
         nursery.start_soon(poll)
 
 
-async def test_polls_that_are_held_are_bounded_in_all(lone, nursery, autojump_clock):
+async def test_held_polls_are_bounded_for_a_peer_and_in_all(lone, nursery, autojump_clock):
     refused = Counter()
+    await flood(Reader(lone.medium), lone.peers[0], 5, nursery, refused)
+    await trio.sleep(1)
+    assert (lone.serving(0).waiting, refused.total()) == (2, 3)
     for number in range(POLLS_SERVED // 2 + 40):
         await flood(Reader(lone.medium, seed=300 + number), lone.peers[0], 2, nursery, refused)
     await trio.sleep(1)
     assert lone.serving(0).waiting == POLLS_SERVED == 512
-    assert refused.total() == 80
-
-
-async def test_one_peer_holds_two_polls(lone, nursery, autojump_clock):
-    refused = Counter()
-    await flood(Reader(lone.medium), lone.peers[0], 5, nursery, refused)
-    await trio.sleep(1)
-    assert lone.serving(0).waiting == 2
-    assert refused.total() == 3
+    assert refused.total() == 3 + 2 + 80
 
 
 async def test_a_peer_has_its_allowance_and_others_are_served(pair, autojump_clock):

@@ -183,12 +183,6 @@ def test_one_of_two_peers_fills_half_a_step():
     assert len(draw(pool, 9, per_peer=3)) == 4
 
 
-def test_freshness_halves_every_half_life():
-    assert sampling.freshness(0, 4) == 1
-    assert sampling.freshness(4, 4) == pytest.approx(0.5)
-    assert sampling.freshness(8, 4) == pytest.approx(0.25)
-
-
 def test_new_peer_is_on_probation():
     assert sampling.trust(1.0, 0) == 0.25
     assert sampling.trust(1.0, 8) == pytest.approx(0.625)

@@ -214,9 +214,6 @@ def test_a_hostile_quantiser_is_refused():
     assert decode(with_body(good, 0, body(1.0, 0x7F)), LAYOUT, "int8", anchor=anchor)
 
 
-# ---- layouts and messages ------------------------------------------------------------------------
-
-
 def test_writing_a_state_needs_memory_of_one_tensor(tmp_path):
     """Bytes of Python and numpy at the peak, for few and for many tensors of a quarter of a million
     values."""

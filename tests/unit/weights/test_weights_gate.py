@@ -222,10 +222,6 @@ def test_the_probes_tolerance_is_a_share_of_the_entropy(entropy, epsilon):
     assert judged(0.99 * epsilon).mean is not None
 
 
-def broken(mine):
-    return {n: torch.full_like(t, math.nan) for n, t in mine.items()}
-
-
 def test_our_own_broken_weights_are_nobody_elses_fault():
     mine = weights()
     mine["a"][0, 0] = math.nan

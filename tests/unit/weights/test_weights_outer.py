@@ -156,9 +156,4 @@ def test_lagging_partner_weighs_less_and_leading_no_more():
 
 
 def test_counters_meet_and_a_liar_moves_one_by_one():
-    assert (
-        next_outer_step(5, None),
-        next_outer_step(5, 5),
-        next_outer_step(5, 2),
-        next_outer_step(5, 2**60),
-    ) == (6, 6, 6, 7)
+    assert [next_outer_step(5, theirs) for theirs in (None, 5, 2, 2**60)] == [6, 6, 6, 7]

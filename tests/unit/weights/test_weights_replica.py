@@ -31,19 +31,16 @@ class Asking:
         return True
 
 
-class Silent:
-    """A probe that has nothing to judge by."""
+class Verdict:
+    """A probe that answers with `losses`. None: it has nothing to judge by."""
+
+    def __init__(self, losses):
+        self.losses = losses
 
     def measure(self, mine, mean, answer):
-        return False
-
-
-class Approving:
-    """A probe that likes everything."""
-
-    def measure(self, mine, mean, answer):
-        answer(Losses(1.0, 1.0))
-        return True
+        if self.losses is not None:
+            answer(self.losses)
+        return self.losses is not None
 
 
 class Made(TrainerHalf):
@@ -228,7 +225,7 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
 
 
 def test_nothing_is_taken_that_could_not_be_judged(made):
-    a, partner = made("a", probe=Silent()), made("c")
+    a, partner = made("a", probe=Verdict(None)), made("c")
     partner.step(seed=2)
     before = a.weights()
     a.fetched(partner)
@@ -349,7 +346,8 @@ def test_untrained_node_adopts_a_state(made):
 
 
 def test_untrained_adapter_adopts_a_trained_state(made):
-    a, other = made("a", probe=Approving(), adapter=LoraShape(2, 4, ("q_proj",))), made("b")
+    adapter = LoraShape(2, 4, ("q_proj",))
+    a, other = made("a", probe=Verdict(Losses(1.0, 1.0)), adapter=adapter), made("b")
     with torch.no_grad():
         for p in a.model.parameters():
             p.zero_()
@@ -359,34 +357,23 @@ def test_untrained_adapter_adopts_a_trained_state(made):
     assert adopt(a, other) == "adopted"
 
 
-def test_trained_node_takes_no_state(made):
-    a, other = made("a"), made("b")
-    other.step(seed=5)
-    before = a.weights()
-    assert adopt(a, other, trained=1) == "local"
-    assert identical(a.weights(), before)
-
-
 @pytest.mark.parametrize("losses", [Losses(1.0, 7.5), Losses(1.0, float("nan")), None])
 def test_state_that_unlearns_own_completions_is_refused(made, losses):
-    class Verdict:
-        def measure(self, mine, mean, answer):
-            if losses is not None:
-                answer(losses)
-            return losses is not None
-
-    a, other = made("a", probe=Verdict()), made("b")
+    a, other = made("a", probe=Verdict(losses)), made("b")
     other.step(seed=5)
     before = a.weights()
     assert adopt(a, other) == "worse"
     assert identical(a.weights(), before)
 
 
-@pytest.mark.parametrize(("wrong", "outcome"), [("nan", "not_finite"), ("payload", "payload")])
-def test_damaged_state_is_refused(wrong, outcome, made):
+@pytest.mark.parametrize(
+    ("wrong", "trained", "outcome"),
+    [("nan", 0, "not_finite"), ("payload", 0, "payload"), ("", 1, "local")],
+)
+def test_damaged_state_and_any_after_a_step_are_refused(wrong, trained, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
-    assert adopt(a, other, wrong=wrong) == outcome
+    assert adopt(a, other, wrong=wrong, trained=trained) == outcome
     assert identical(a.weights(), before)
     assert a.counters.outer_clocks == [0, 0]
