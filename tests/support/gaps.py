@@ -30,6 +30,19 @@ def rows_of(groups: Iterable[GroupSample]) -> list[tuple[list[int], list[int]]]:
     return [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
 
 
+def greedy(policy: Policy, prompt_ids: list[int], tokens: int) -> list[int]:
+    """Return the completion of transformers' own `generate`."""
+    prompt = torch.tensor([prompt_ids])
+    out = policy.model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=tokens,
+        pad_token_id=policy.pad_id,
+    )
+    return out[0, prompt.shape[1] :].tolist()
+
+
 def flat(rows: Iterable[Iterable[float]]) -> torch.Tensor:
     return torch.tensor([*chain.from_iterable(rows)])
 

@@ -18,6 +18,8 @@ def tasks_restored() -> Iterator[None]:
         registry.task_version.cache_clear()
 
 
-def ref(task: str, index: int = 0, seed: int = 4 << 20, version: str = "") -> TaskRef:
+def ref(
+    task: str = "builtin/sum", index: int = 0, seed: int = 4 << 20, version: str = ""
+) -> TaskRef:
     """Return the address of a question, by default of one that is trained on."""
     return TaskRef(task, version or registry.task_version(task), seed, index)

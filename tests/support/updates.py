@@ -14,6 +14,7 @@ GCD_PROMPT = (
     "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
     " answer."
 )
+PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
 
 
 def sampled_groups(policy: Policy, prompts: list[str], own: int) -> list[TrainingGroup]:
@@ -25,6 +26,10 @@ def sampled_groups(policy: Policy, prompts: list[str], own: int) -> list[Trainin
         for n, g in enumerate(made[own:])
     ]
     return [*made[:own], *theirs]
+
+
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()])
 
 
 def small_device(monkeypatch: pytest.MonkeyPatch, plain: int, recomputed: int) -> None:

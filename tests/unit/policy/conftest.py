@@ -45,6 +45,13 @@ def plain_tokenizer_dir(tmp_path, model_dir):
 
 
 @pytest.fixture
+def precision_restored():
+    """accelerate's precision and device are global: leave float32 on a CPU behind."""
+    yield
+    load_policy(PolicyConfig(devices="cpu"))
+
+
+@pytest.fixture
 def offline(monkeypatch):
     """Keep tests from reaching the Hub on any machine."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -15,7 +15,7 @@ from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from tests.support.gaps import gaps, rows_of
+from tests.support.gaps import gaps, greedy, rows_of
 
 KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
 PROMPTS = [
@@ -66,19 +66,6 @@ def move(policy):
             parameter.add_(0.02 * noise)
 
 
-def alone(policy, prompt_ids, tokens):
-    """Return the completion of transformers' own `generate`."""
-    prompt = torch.tensor([prompt_ids])
-    out = policy.model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=tokens,
-        pad_token_id=policy.pad_id,
-    )
-    return out[0, prompt.shape[1] :].tolist()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [3, 64])
 def test_greedy_equals_transformers_for_any_batch_size(policies, kind, rows):
@@ -87,7 +74,7 @@ def test_greedy_equals_transformers_for_any_batch_size(policies, kind, rows):
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + sampling.max_tokens
     samples = drained(submitted(engine_of(policy, sampling, rows * longest)))
     for number, prompt in enumerate(PROMPTS):
-        expected = alone(policy, policy.encode_prompt(prompt), 12)
+        expected = greedy(policy, policy.encode_prompt(prompt), 12)
         assert [c.ids for c in samples[number].completions] == [expected] * 2
 
 
@@ -165,7 +152,7 @@ def test_a_request_that_is_cancelled_disturbs_no_other(policies):
     samples = drained(engine)
     assert 1 not in samples
     for number in set(samples) - {2}:
-        assert samples[number].completions[0].ids == alone(
+        assert samples[number].completions[0].ids == greedy(
             policy, policy.encode_prompt(PROMPTS[number]), 12
         )
 
@@ -187,7 +174,7 @@ def test_out_of_memory_halves_active_rows_without_loss(policies, monkeypatch):
     assert batcher.statistics().oom_retries > 0
     for number, prompt in enumerate(PROMPTS):
         assert [c.ids for c in samples[number].completions] == [
-            alone(policy, policy.encode_prompt(prompt), 12)
+            greedy(policy, policy.encode_prompt(prompt), 12)
         ] * 4
 
 

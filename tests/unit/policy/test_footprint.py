@@ -30,26 +30,9 @@ from swarmnode.policy.footprint import (
 from swarmnode.policy.published import published_shape
 from swarmnode.trainer import engine
 from tests.support.model_zoo import build
+from tests.unit.trainer.test_recipes import model_config
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-"""Qwen2.5-7B-Instruct's config.json."""
-QWEN_1B5 = QWEN_7B | {
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+QWEN_7B, QWEN_1B5 = (model_config(f"Qwen2.5-{size}-Instruct") for size in ("7B", "1.5B"))
 
 
 def test_dimensions_that_config_json_omits_are_read_from_the_tensors(tmp_path, policies):

@@ -10,8 +10,8 @@ from swarmnode.policy.decode import GrowingDecoder
 from swarmnode.policy.generate import Sampling, draw, generate, sample, uniforms
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.slots import Slots
-from swarmnode.policy.ways import Row, plain_logprobs
-from tests.support.gaps import gaps
+from tests.support.gaps import gaps, greedy
+from tests.unit.policy.test_step import assert_plain_logprobs
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 # of different lengths
@@ -36,15 +36,7 @@ def test_greedy_equals_transformers_generate(policies, kind):
     policy = policies[kind]
     groups = generate(policy, PROMPTS, Sampling(1, 6, 0.0), policy.random_generator(0))
     for group in groups:
-        prompt = torch.tensor([group.prompt_ids])
-        out = policy.model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=6,
-            pad_token_id=policy.pad_id,
-        )
-        assert group.completions[0].ids == out[0, prompt.shape[1] :].tolist()
+        assert group.completions[0].ids == greedy(policy, group.prompt_ids, 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,25 +57,18 @@ def test_dropping_ended_rows_changes_nothing(policies, kind, monkeypatch):
         "never half of them for nothing"
     )
     assert 4 * steps[-1] < steps[0] <= len(lengths)
-    for group in groups:
-        for completion in group.completions:
-            expected = plain_logprobs(policy, Row(group.prompt_ids, completion.ids))
-            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    assert_plain_logprobs(policy, groups)
 
 
-def test_recorded_logprobs_agree_in_bfloat16(model_dir):
+def test_recorded_logprobs_agree_in_bfloat16(model_dir, precision_restored):
     policy = load_policy(
         PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", dtype="bfloat16")
     )
-    try:
-        groups = generate(policy, PROMPTS, Sampling(4, 6), policy.random_generator(1))
-        found = gaps(policy, groups)
-        # without any rounding error, the pass did not run in bfloat16
-        assert 0 < found.max() < 0.5
-        assert found.median() < 0.05
-    finally:
-        # accelerate's precision is global, so restore float32 for later tests
-        load_policy(PolicyConfig(devices="cpu"))
+    groups = generate(policy, PROMPTS, Sampling(4, 6), policy.random_generator(1))
+    found = gaps(policy, groups)
+    # without any rounding error, the pass did not run in bfloat16
+    assert 0 < found.max() < 0.5
+    assert found.median() < 0.05
 
 
 def test_eos_is_in_the_ids_but_not_in_the_text(embedded):
@@ -116,6 +101,17 @@ def test_a_certain_first_token_survives_the_smallest_top_p():
     assert tokens.tolist() == [1]
 
 
+def assert_follows(chances, tokens):
+    """The tokens follow their chances; those expected fewer than five times count together."""
+    expected, found = len(tokens) * chances, torch.bincount(tokens, minlength=len(chances))
+    frequent = expected >= 5
+    rare = torch.stack([found[~frequent].sum(), expected[~frequent].sum()])
+    statistic = ((found - expected).square() / expected)[frequent].sum()
+    statistic += (rare[0] - rare[1]).square() / rare[1].clamp(min=1)
+    freedom = int(frequent.sum())
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+
+
 @pytest.mark.parametrize("vocabulary", [40, 1300])  # in one block of columns, and in three
 def test_draws_follow_the_softmax_by_chi_square(vocabulary):
     rows, draws = 4, 50_000
@@ -125,14 +121,8 @@ def test_draws_follow_the_softmax_by_chi_square(vocabulary):
     for row in logits:
         tokens, logprobs = sample(row.expand(draws, vocabulary), 0.9, 1.0, generator)
         chances = torch.softmax(row / 0.9, 0)
-        expected, found = draws * chances, torch.bincount(tokens, minlength=vocabulary)
-        assert not found[::7].any()
-        frequent = expected >= 5
-        rare = torch.stack([found[~frequent].sum(), expected[~frequent].sum()])
-        statistic = ((found - expected).square() / expected)[frequent].sum()
-        statistic += (rare[0] - rare[1]).square() / rare[1].clamp(min=1)
-        freedom = int(frequent.sum())
-        assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+        assert_follows(chances, tokens)
+        assert not (tokens % 7 == 0).any()
         assert torch.allclose(logprobs, chances.log()[tokens], atol=1e-5)
 
 
@@ -146,11 +136,8 @@ def test_top_p_follows_the_cut_softmax_by_chi_square():
     ordered, order = torch.softmax(logits, 0).sort(descending=True)
     kept = order[ordered.cumsum(0) - ordered < 0.7]
     chances = torch.zeros(vocabulary).index_copy(0, kept, torch.softmax(logits, 0)[kept])
-    expected, found = draws * chances / chances.sum(), torch.bincount(tokens, minlength=vocabulary)
-    assert int(found.sum()) == int(found[kept].sum())
-    statistic = ((found - expected).square() / expected)[kept].sum()
-    freedom = len(kept) - 1
-    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+    assert torch.isin(tokens, kept).all()
+    assert_follows(chances / chances.sum(), tokens)
 
 
 def test_the_greatest_random_number_draws_a_possible_token():

@@ -16,19 +16,13 @@ from swarmnode.policy.micro import MicroBatcher
 from tests.support.gaps import gaps, rows_of
 
 pytestmark = [
+    pytest.mark.usefixtures("precision_restored"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 BIG = 0.5 * 2**30  # bytes this process may hold while memory is short
-
-
-@pytest.fixture(autouse=True)
-def _after():
-    yield
-    # accelerate's precision and device are global: leave a CPU behind
-    load_policy(PolicyConfig(devices="cpu"))
 
 
 def load(directory, **settings):

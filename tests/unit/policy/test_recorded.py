@@ -8,30 +8,16 @@ import contextlib
 import pytest
 
 from swarmnode.policy import recorded
-from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.engine.selector import answered
 from swarmnode.policy.generate import Sampling
-from swarmnode.policy.micro import MicroBatcher
 from tests.support.gaps import rows_of
-
-PROMPTS = [
-    "Calculate 10 + 8.",
-    "12",
-    "Find the Least Common Multiple (LCM) of these numbers: 6, 9",
-    "Spell this word backward: tree",
-]
-
-
-def engine_of(policy, tokens=16384, most=40):
-    return Continuous(
-        policy, MicroBatcher(tokens), Sampling(2, most, 0.0), policy.random_generator(0)
-    )
+from tests.unit.policy.test_engine import PROMPTS, engine_of
 
 
 def answers(policy, tokens=16384):
     """Return greedy answers of the continuous engine."""
-    return rows_of(answered(engine_of(policy, tokens), PROMPTS))
+    return rows_of(answered(engine_of(policy, Sampling(2, 40, 0.0), tokens), PROMPTS))
 
 
 class Graph:
@@ -85,7 +71,7 @@ def test_recorded_steps_sample_what_single_steps_sample(policies, kind, tokens, 
 
 
 def test_nothing_recorded_outlives_a_call(policies, graphs):
-    engine = engine_of(policies["llama"], most=60)
+    engine = engine_of(policies["llama"], Sampling(2, 60, 0.0))
     engine.submit(Request(0, PROMPTS[0]))
     engine.finished(0)
     assert len(graphs) == 1

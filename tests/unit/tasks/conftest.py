@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.tasks import child
+from swarmnode.tasks.client import Scorer
 from tests.support.registered import tasks_restored
 from tests.support.tasksets import IS_REAL, STAND_IN
 
@@ -15,6 +16,12 @@ def tasks_as_before():
     """Restore the list of tasks after each test."""
     with tasks_restored():
         yield
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer() as scorer:
+        yield scorer
 
 
 @pytest.fixture

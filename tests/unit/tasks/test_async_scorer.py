@@ -10,15 +10,9 @@ import trio
 
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, ScorerLimits, TaskUnknown
-from swarmnode.tasks.registry import task_version
-from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import score_one
 from tests.support.one_turn import ONE_TURN_TASKS
-
-
-def ref(index=0, task="builtin/sum", **changes):
-    fields = {"id": task, "version": task_version(task), "seed": 4 << 20, "index": index} | changes
-    return TaskRef(**fields)
+from tests.support.registered import ref
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +23,14 @@ def expected():
         return dict(
             zip(
                 keys,
-                scorer.score_many([(ref(index, task), ["7", "10"]) for task, index in keys]),
+                scorer.score_many([(ref(task, index), ["7", "10"]) for task, index in keys]),
                 strict=True,
             )
         )
 
 
 async def test_many_questions_at_once_and_one_unknown(expected):
-    items = [(ref(index, task), ["7", "10"]) for task, index in expected]
+    items = [(ref(task, index), ["7", "10"]) for task, index in expected]
     items[5] = (ref(version="?"), [])
     async with AsyncScorer() as scorer:
         results = await scorer.score_many(items)
@@ -49,14 +43,14 @@ async def test_cancelled_callers_do_not_shift_answers(expected):
     found = {}
 
     async def ask(scorer, task, index):
-        found[task, index] = await score_one(scorer, ref(index, task), ["7", "10"])
+        found[task, index] = await score_one(scorer, ref(task, index), ["7", "10"])
 
     async with AsyncScorer() as scorer:
         for _ in range(3):
             with trio.CancelScope() as scope:
                 async with trio.open_nursery() as nursery:
                     for index in range(200):
-                        nursery.start_soon(score_one, scorer, ref(index), ["1"])
+                        nursery.start_soon(score_one, scorer, ref(index=index), ["1"])
                     await trio.testing.wait_all_tasks_blocked()
                     scope.cancel()
             async with trio.open_nursery() as nursery:
@@ -77,7 +71,7 @@ async def test_questions_wait_while_the_child_is_replaced(expected):
         found = {}
 
         async def ask(task, index):
-            found[task, index] = await score_one(scorer, ref(index, task), ["7", "10"])
+            found[task, index] = await score_one(scorer, ref(task, index), ["7", "10"])
 
         async with trio.open_nursery() as nursery:
             for task, index in expected:
@@ -112,7 +106,7 @@ async def test_closed_scorer_fails_its_questions():
 
     async def ask(index):
         try:
-            await score_one(scorer, ref(index), [])
+            await score_one(scorer, ref(index=index), [])
         except ScorerFailed:
             outcomes.append(index)
 

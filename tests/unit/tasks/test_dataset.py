@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import functools
 import json
 import os
 
@@ -14,7 +15,8 @@ from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import dataset, fetch, registry
 from swarmnode.tasks.client import Scorer, ScorerLimits
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.wire.messages import TaskEntry, TaskRef
+from swarmnode.wire.messages import TaskEntry
+from tests.support import registered
 
 NAME = "data/sums"
 ROWS = [
@@ -39,8 +41,7 @@ def installed(tmp_path, rows=ROWS, name=NAME, **settings):
     return registry.TASKS[name]
 
 
-def ref(seed=4 << 20, index=0, name=NAME):
-    return TaskRef(name, registry.task_version(name), seed, index)
+ref = functools.partial(registered.ref, NAME)
 
 
 def number_of(prompt):
@@ -48,7 +49,7 @@ def number_of(prompt):
 
 
 def held_out_prompts(scorer, count):
-    refs = [ref(evaluation_seed(NAME), index) for index in range(count)]
+    refs = [ref(index, evaluation_seed(NAME)) for index in range(count)]
     return {scorer.score(each, []).prompt for each in refs}
 
 

@@ -1,6 +1,7 @@
 """Environments by URL: a real server process with OpenEnv's protocol, and faults of a server."""
 
 import contextlib
+import functools
 import ipaddress
 import re
 import socket
@@ -24,7 +25,8 @@ from swarmnode.tasks.client import AsyncScorer, Scored, Scorer
 from swarmnode.tasks.environments import Environments
 from swarmnode.tasks.frames import Question
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed
-from swarmnode.wire.messages import TaskEntry, TaskRef
+from swarmnode.wire.messages import TaskEntry
+from tests.support import registered
 from tests.support.fakes.scorer import score_one
 from tests.support.manifests import founded
 from tests.support.waiting import free_port, wait_for
@@ -112,8 +114,7 @@ def turned(tmp_path, server, monkeypatch):
     return turn
 
 
-def ref(seed=SEED, index=0, name=NAME):
-    return TaskRef(name, registry.task_version(name), seed, index)
+ref = functools.partial(registered.ref, NAME)
 
 
 def right_of(prompt):
@@ -133,7 +134,7 @@ def test_server_gives_question_and_rewards(tmp_path, server):
         assert (scored.prompt, scored.rewards, scored.errors) == (prompt, [1.0, 0.0, 0.0, 0.0], 1)
         assert "step was refused: cannot do that" in scored.error
         assert scorer.statistics().reward_errors == {NAME: 1}
-        mixed = scorer.score_many([(ref(), []), (ref(name="builtin/sum"), ["x"]), (ref(), [])])
+        mixed = scorer.score_many([(ref(), []), (registered.ref(), ["x"]), (ref(), [])])
         assert [each.prompt == prompt for each in mixed] == [True, False, True]
     assert len(told) > 10, "the trainer's watchdog hears of every answer"
 
@@ -170,7 +171,7 @@ async def test_network_process_scores_with_the_server(tmp_path, server):
     async with AsyncScorer() as scorer:
         prompt = (await score_one(scorer, ref(index=3))).prompt
         scored, other = await scorer.score_many(
-            [(ref(index=3), [right_of(prompt), "0"]), (ref(name="builtin/sum"), ["x"])]
+            [(ref(index=3), [right_of(prompt), "0"]), (registered.ref(), ["x"])]
         )
         assert (scored.prompt, scored.rewards) == (prompt, [1.0, 0.0])
         assert isinstance(other, Scored)
@@ -225,7 +226,7 @@ def test_a_reward_that_is_none_is_0_and_counted(turned, server, kind, problem):
 def test_unreachable_server_costs_only_its_questions(turned, server):
     turned("ws://127.0.0.1:1")
     with Scorer() as scorer:
-        gone, other = scorer.score_many([(ref(), ["1"]), (ref(name="builtin/sum"), ["x"])])
+        gone, other = scorer.score_many([(ref(), ["1"]), (registered.ref(), ["x"])])
         assert "Connection refused" in str(gone)
         assert isinstance(other, Scored)
         turned(f"{server}/sums")

@@ -5,18 +5,17 @@ more than one episode lost to an environment.
 import json
 import random
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from swarmnode import settings
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, episodes, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Question
 from swarmnode.tasks.seeds import environment_seed, evaluation_seed, is_evaluation
-from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer, score_one
 from tests.support.registered import ref
 
@@ -391,13 +390,14 @@ def test_a_function_with_a_parameter_turns_is_given_it(games):
         assert scorer.score(ref(task), []).prompt == "You have 5 turns"
 
 
-def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
-    """The examples are copied from docs/own-task.md: the guessing game with its configuration, and
-    the environments of rows and tools."""
+def test_the_guides_own_examples_work(tmp_path, monkeypatch, tasks_as_before):
+    """The examples are copied from docs/own-task.md: the words and the guessing game with their
+    configurations, and the environments of rows and tools."""
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (configuration,) = re.findall(r"```toml\n# guess.toml\n(.*?)```", text, re.DOTALL)
-    begin = {"games": "def guess(", "riddles": "def riddle(", "shop": "class Shop"}
+    tables = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    begin = {"words": "def reverse(", "games": "def guess("}
+    begin |= {"riddles": "def riddle(", "shop": "class Shop"}
     for name, begins in begin.items():
         (block,) = (block for block in blocks if begins in block)
         (tmp_path / f"{name}.py").write_text(block)
@@ -405,13 +405,20 @@ def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
     (tmp_path / "riddles.jsonl").write_text("".join(map(row, range(20))))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-    told = tomllib.loads(configuration)["task"]
-    registry.install(told["modules"], told["settings"], told["names"])
+    for name in ('modules = ["words:reverse"]', "# guess.toml\n"):
+        (configuration,) = (each for each in tables if name in each)
+        (tmp_path / "swarm.toml").write_text(configuration)
+        task = settings.load(tmp_path / "swarm.toml").config.task
+        registry.install(task.modules, task.settings, task.names)
+        registry.check_names(task.names)
     registry.install(["shop:Shop"], {"shop:Shop": {"turns": 4}})
     rows = DatasetConfig(source=str(tmp_path / "riddles.jsonl"), verifier="riddles:riddle", turns=3)
     registry.install_datasets({"data/riddles": rows}, tmp_path)
     paid = '<tool_call>{"name": "buy", "arguments": {"item": "tea", "money": 3}}</tool_call>'
     with Scorer() as scorer:
+        asked = scorer.score(ref("words:reverse"), []).prompt
+        (word,) = re.fullmatch(r"Spell this word backward: (\w{5})\nAnswer: ", asked).groups()
+        assert scorer.score(ref("words:reverse"), [word[::-1], word]).rewards == [1.0, 0.0]
         guess = scorer.score(ref("games:guess"), [[str(n) for n in range(1, 51, 10)], ["0"] * 6])
         riddle = scorer.score(ref("data/riddles"), [["no", "a"]])
         bought = scorer.score(ref("shop:Shop"), [[paid, "Done."], ["Done."]])
@@ -426,11 +433,10 @@ def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
 
 def test_form_of_a_completion_must_fit_the_task(games):
     installed("guess")
-    sums = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 4 << 20, 0)
     with Scorer() as scorer:
         with pytest.raises(ValueError, match="is a list of actions"):
             scorer.score(ref(GUESS), ["7"])
         with pytest.raises(ValueError, match="is an answer"):
-            scorer.score(sums, [["7"]])
+            scorer.score(ref(), [["7"]])
         with pytest.raises(ValueError, match="33 actions, more than 32"):
             scorer.score(ref(GUESS), [["7"] * 33])

@@ -5,9 +5,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed
 from swarmnode.wire.messages import TaskRef
@@ -39,12 +36,6 @@ for name, settings, seed, index, texts in json.load(sys.stdin):
 json.dump(found, sys.stdout)
 """
 )
-
-
-@pytest.fixture(scope="module")
-def scorer():
-    with Scorer() as scorer:
-        yield scorer
 
 
 def ref(task, address):

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.registry import TASKS, task_version
-from swarmnode.wire.messages import TaskRef
+from swarmnode.tasks.registry import TASKS
 from tests.support.one_turn import ONE_TURN_TASKS
+from tests.support.registered import ref
 from tests.support.whole_gym import IMPORT
 
 # Each text creates the file MARKER if a scorer executes it.
@@ -129,18 +129,11 @@ def test_allowed_scorers_execute_nothing_even_without_a_sandbox(tmp_path):
         assert all(0.0 <= reward <= 1.0 for reward in rewards), name
 
 
-@pytest.fixture(scope="module")
-def scorer():
-    with Scorer() as scorer:
-        yield scorer
-
-
 @pytest.mark.parametrize("task", ONE_TURN_TASKS)
 def test_hostile_answers_cost_nothing_but_their_reward(scorer, task, tmp_path):
     texts = [text.replace("MARKER", str(tmp_path / "marker")) for text in CODE] + LARGE
     pid = scorer.statistics().pid
-    reference = TaskRef(task, task_version(task), 3 << 20, 0)
-    scored = scorer.score(reference, texts)
+    scored = scorer.score(ref(task), texts)
     assert len(scored.rewards) == len(texts)
     assert all(0.0 <= reward <= 1.0 for reward in scored.rewards)
     assert not any(scored.rewards[: len(CODE)])
@@ -151,9 +144,8 @@ def test_hostile_answers_cost_nothing_but_their_reward(scorer, task, tmp_path):
 
 def test_a_long_or_unencodable_answer_is_not_looked_at():
     with Scorer() as scorer:
-        reference = TaskRef("builtin/copy", task_version("builtin/copy"), 0, 0)
         limit = TASKS["builtin/copy"].max_answer_bytes
-        answer = scorer.score(reference, []).prompt.removeprefix("Copy ").rstrip(":")
+        answer = scorer.score(ref("builtin/copy"), []).prompt.removeprefix("Copy ").rstrip(":")
         texts = [
             answer,
             answer + "x" * (limit - 3),
@@ -161,6 +153,6 @@ def test_a_long_or_unencodable_answer_is_not_looked_at():
             answer + "é" * (limit // 2),
             answer + "\ud800",
         ]
-        rewards = scorer.score(reference, texts).rewards
+        rewards = scorer.score(ref("builtin/copy"), texts).rewards
         assert [reward > 0 for reward in rewards] == [True, True, False, False, False]
         assert scorer.statistics().skipped == 3

@@ -7,18 +7,17 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from swarmnode import cli, settings
+from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import owner_code, registry
 from swarmnode.tasks.client import Scorer, ScorerFailed, ScorerLimits, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.wire.messages import TaskEntry, TaskRef
+from swarmnode.wire.messages import TaskEntry
 from tests.support.manifests import founded
 from tests.support.registered import ref
 
@@ -199,34 +198,6 @@ def test_broken_task_is_one_line_at_start(package, tmp_path, capsys, function, s
 def test_unknown_or_ambiguous_module_is_refused(package, task, says):
     with pytest.raises(ConfigError, match=says):
         owner_code.find(task)
-
-
-def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
-    """The example is copied from docs/own-task.md."""
-    text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
-    (module,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "def reverse(" in block
-    )
-    (configuration,) = (
-        block
-        for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-        if 'modules = ["words:reverse"]' in block
-    )
-    (tmp_path / "guide").mkdir()
-    (tmp_path / "guide" / "words.py").write_text(module)
-    (tmp_path / "swarm.toml").write_text(configuration)
-    monkeypatch.syspath_prepend(str(tmp_path / "guide"))
-    task = settings.load(tmp_path / "swarm.toml").config.task
-    registry.install(task.modules, task.settings)
-    registry.check_names(task.names)
-    with Scorer() as scorer:
-        reference = TaskRef("words:reverse", registry.task_version("words:reverse"), 0, 0)
-        (word,) = re.fullmatch(
-            r"Spell this word backward: (\w{5})\nAnswer: ", scorer.score(reference, []).prompt
-        ).groups()
-        assert scorer.score(reference, [word[::-1], word]).rewards == [1.0, 0.0]
 
 
 def test_manifest_names_load_no_module(package):

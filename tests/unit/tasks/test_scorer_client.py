@@ -9,20 +9,15 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import psutil
 import pytest
 
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child, ScorerDied
 from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, ScorerLimits, TaskUnknown
-from swarmnode.tasks.registry import task_version
-from swarmnode.wire.messages import TaskRef
 from tests.support.one_turn import ONE_TURN_TASKS
-
-
-def ref(index=0, task="builtin/sum", **changes):
-    fields = {"id": task, "version": task_version(task), "seed": 4 << 20, "index": index} | changes
-    return TaskRef(**fields)
+from tests.support.registered import ref
 
 
 def children():
@@ -38,7 +33,7 @@ def scorer():
 
 
 def test_many_questions_come_back_in_order_over_several_frames(scorer):
-    refs = [ref(index, task) for index in range(20) for task in ONE_TURN_TASKS]
+    refs = [ref(task, index) for index in range(20) for task in ONE_TURN_TASKS]
     many = scorer.score_many([(r, ["7"]) for r in refs])
     assert many == [scorer.score(r, ["7"]) for r in refs]
     assert scorer.statistics().groups == 2 * len(refs)
@@ -57,7 +52,7 @@ def test_many_questions_come_back_in_order_over_several_frames(scorer):
 )
 def test_unknown_question_is_reported(scorer, changes, reason):
     with pytest.raises(TaskUnknown) as caught:
-        scorer.score(ref(**changes), ["1"])
+        scorer.score(msgspec.structs.replace(ref(), **changes), ["1"])
     assert caught.value.reason == reason
     assert scorer.statistics().unknown == 1
 
@@ -102,9 +97,9 @@ def test_only_the_fatal_question_has_no_result(scorer, monkeypatch):
             os.kill(self.pid, signal.SIGKILL)
         return ask(self, questions)
 
-    expected = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
+    expected = scorer.score_many([(ref(index=index), ["7"]) for index in range(6)])
     monkeypatch.setattr(Child, "ask", deadly)
-    results = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
+    results = scorer.score_many([(ref(index=index), ["7"]) for index in range(6)])
     assert isinstance(results[3], ScorerFailed)
     assert results[:3] + results[4:] == expected[:3] + expected[4:]
 
@@ -136,7 +131,7 @@ def test_failed_start_is_reported(monkeypatch, tmp_path):
         scorer.score(ref(), [])
     assert all(
         isinstance(result, ScorerFailed)
-        for result in scorer.score_many([(ref(), []), (ref(1), [])])
+        for result in scorer.score_many([(ref(), []), (ref(index=1), [])])
     )
     assert children() == before
 
@@ -152,12 +147,12 @@ def test_closed_scorer_starts_again():
 
 
 def test_threads_share_one_child(scorer):
-    expected = {index: scorer.score(ref(index), ["7"]) for index in range(40)}
+    expected = {index: scorer.score(ref(index=index), ["7"]) for index in range(40)}
     found = {}
 
     def work(start):
         for index in range(start, 40, 4):
-            found[index] = scorer.score(ref(index), ["7"])
+            found[index] = scorer.score(ref(index=index), ["7"])
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
     for thread in threads:

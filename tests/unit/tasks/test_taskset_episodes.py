@@ -11,8 +11,8 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, determinism, episodes, registry
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Episode, Question
-from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
+from tests.support.registered import ref
 
 NAME, SOURCE = "data/guess", "verifiers:guess-of-mine"
 GUESS = """
@@ -138,12 +138,11 @@ def test_taskset_environment_is_scored_at_its_end(tmp_path, written):
 async def test_the_sandbox_plays_the_same_as_this_process(tmp_path, written):
     written()
     installed(tmp_path)
-    ref = TaskRef(NAME, registry.task_version(NAME), 4 << 20, 0)
     with Scorer() as scorer:
-        scored = scorer.score(ref, GUESSES)
+        scored = scorer.score(ref(NAME), GUESSES)
         assert set(scorer.statistics().layers) >= {"rlimits", "audit"}
     assert sorted(scored.rewards) == [0.0] * 8 + [1.0]
-    (found,) = await InProcessScorer().score_many([(ref, GUESSES)])
+    (found,) = await InProcessScorer().score_many([(ref(NAME), GUESSES)])
     assert found == scored
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 import trio
 
-from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.stages.stage_frames import Fence, Place
 from swarmnode.stages.trainer import local_stage
-from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.links import Links
 from swarmnode.stages.trainer.local_stage import LocalStage
 from swarmnode.stages.trainer.pipeline import StageWorker, run_in_thread
@@ -27,6 +25,7 @@ from swarmnode.stages.trainer.stage_checkpoints import (
 from swarmnode.stages.trainer.stage_model import tensor_reader
 from swarmnode.stages.trainer.state_exchange import StateExchange
 from tests.support.crew import run_inline
+from tests.support.crew_models import opened
 from tests.support.waiting import until
 
 CREW = b"c" * 16
@@ -35,16 +34,8 @@ PROMPTS = ["What is 3 + 4?"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("node")
-    c = Config.model_validate(
-        {
-            "node": {"data_dir": directory},
-            "policy": {"devices": "cpu"},
-            "stages": {"mode": "always"},
-        }
-    )
-    with open_model(c) as opened:
-        yield opened
+    with opened(node={"data_dir": tmp_path_factory.mktemp("node")}) as (_, crew_model):
+        yield crew_model
 
 
 class One:

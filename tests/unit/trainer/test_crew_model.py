@@ -33,7 +33,7 @@ from swarmnode.swarm.manifest import AGREED_KEYS
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from swarmnode.weights.trainer.lora import A_MARK
-from tests.support.crew_models import stage_of
+from tests.support.crew_models import opened, stage_of
 from tests.support.largest import Alive
 
 SHAPE = {
@@ -153,16 +153,13 @@ def assert_it_says_that_it_goes_on(runtime):
 def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
     path = write_deep_model(tmp_path / "model", layers=4)
     policy = {"model": str(path), "devices": "cpu", "lora": {"r": rank}}
-    config = Config.model_validate(
-        {"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}}
-    )
-    whole = open_policy(config.policy, None, lambda line: None)
+    whole = open_policy(PolicyConfig.model_validate(policy), None, lambda line: None)
     trained = {name: p for name, p in whole.model.named_parameters() if p.requires_grad}
     seeded = {name: p for name, p in whole.model.named_parameters() if A_MARK in name}
     by_block = lambda parameters, block: {
         n: (p.shape, p.dtype) for n, p in parameters.items() if block_of(n) == block
     }
-    with open_model(config) as model:
+    with opened(node={"data_dir": str(tmp_path)}, policy=policy) as (_, model):
         assert (model.text.fingerprint, model.text.tokenizer_hash) == (
             whole.fingerprint,
             whole.tokenizer_hash,

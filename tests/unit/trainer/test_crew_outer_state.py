@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-from swarmnode.config import Config
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.crew_messages import StageAssignment
-from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.local_stage import LocalStage
 from swarmnode.stages.trainer.restore import RestoredStage, RestoreSource
 from swarmnode.stages.trainer.stage_averaging import CLOCKS
 from swarmnode.stages.trainer.stage_checkpoints import load_weights, trained
 from swarmnode.weights import local
-from tests.support.crew_models import averaging_of, recovery_of, stage_of
+from tests.support.crew_models import averaging_of, opened, recovery_of, stage_of
 from tests.support.replica import settle
 
 CREW = b"c" * 32
@@ -23,15 +21,8 @@ WEIGHTS = {"rule": "noloco", "fragments": 1, "sync_every": 4}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=3)
-    config = Config.model_validate(
-        {
-            "policy": {"model": str(path), "devices": "cpu"},
-            "stages": {"mode": "always"},
-            "weights": WEIGHTS,
-        }
-    )
-    with open_model(config) as model:
-        yield config, model
+    with opened(policy={"model": str(path)}, weights=WEIGHTS) as found:
+        yield found
 
 
 class Node:

@@ -10,16 +10,14 @@ import torch
 import trio
 import trio.testing
 
-from swarmnode.config import Config
 from swarmnode.errors import PeerError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages.crew_messages import CrewEnd, CrewStart, StageAssignment, TrainerOffer
 from swarmnode.stages.trainer import crew_model
-from swarmnode.stages.trainer.crew_model import open_model
 from swarmnode.stages.trainer.links import CONNECT_SECONDS, connect
 from swarmnode.stages.trainer.runner import StageRunner
-from tests.support.crew_models import recovery_of, stage_of
+from tests.support.crew_models import opened, recovery_of, stage_of
 from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
@@ -32,15 +30,8 @@ def assigned(crew=CREW, index=1, socket="", step=0):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
-    config = Config.model_validate(
-        {
-            "policy": {"model": str(path), "devices": "cpu"},
-            "stages": {"mode": "always"},
-            "training": {"learning_rate": 0.01},
-        }
-    )
-    with open_model(config) as crew:
-        yield config, crew
+    with opened(policy={"model": str(path)}, training={"learning_rate": 0.01}) as found:
+        yield found
 
 
 def stage_at(model, step=0):
@@ -212,7 +203,7 @@ def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch)
     )
     monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
     monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
-    with open_model(config) as crew:
+    with crew_model.open_model(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
         assert isinstance(crew.trainer_offer, TrainerOffer)
 

@@ -67,7 +67,7 @@ def configured(model, *options, **policy):
 
 
 class Node:
-    """A trainer without a network, on the game."""
+    """A trainer without a network."""
 
     def __init__(self, config, policy, scorer, make=None):
         self.config, self.scorer = config, scorer
@@ -77,7 +77,7 @@ class Node:
         )
         self.sampler = Sampler(
             config.training,
-            [WALK],
+            config.task.names,
             self.engine,
             scorer,
             policy.random_generator(0),

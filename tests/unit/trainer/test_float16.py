@@ -16,6 +16,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
+from tests.support.updates import weights
 
 HALF = PolicyConfig(devices="cpu", dtype="float16")
 ON_A_GPU = [
@@ -43,10 +44,6 @@ def rows(policy):
     return assemble([own_group(group, [1.0, 0.0, 0.0, 1.0])], "grpo")
 
 
-def flat(policy):
-    return torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
-
-
 def test_computes_in_float16_with_float32_weights(policy):
     assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     seen = []
@@ -61,17 +58,17 @@ def test_computes_in_float16_with_float32_weights(policy):
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def test_overflow_skips_the_step_and_lowers_the_scale(devices, rows):
     policy = load_policy(HALF.model_copy(update={"devices": devices}))
-    updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
+    updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), weights(policy)
     scaler = policy.accelerator.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": TOO_LARGE})
     done = updater.update(rows)
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "overflow", None)
     assert scaler.get_scale() == TOO_LARGE / 2
-    assert torch.equal(flat(policy), before)
+    assert torch.equal(weights(policy), before)
     results = [updater.update(rows).stepped for _ in range(130)]
     assert results == sorted(results)
     assert results[-1]
-    assert not torch.equal(flat(policy), before)
+    assert not torch.equal(weights(policy), before)
 
 
 def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch):
@@ -92,7 +89,7 @@ def test_the_scaled_update_is_that_of_float32(rows, policy):
     not close to zero."""
     plain = load_policy(PolicyConfig(devices="cpu"))
     cfg = TrainingConfig(learning_rate=1e-3)
-    start = flat(plain)
+    start = weights(plain)
     expected = Updater(plain, cfg, MicroBatcher(4096)).update(rows)
     half = load_policy(HALF)
     updater = Updater(half, cfg, MicroBatcher(4096))
@@ -101,7 +98,7 @@ def test_the_scaled_update_is_that_of_float32(rows, policy):
     found = next(result for result in results if result.stepped)
     assert found.loss == pytest.approx(expected.loss, abs=1e-2)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
-    moved, wanted = flat(half) - start, flat(plain) - start
+    moved, wanted = weights(half) - start, weights(plain) - start
     assert torch.cosine_similarity(moved, wanted, dim=0) > 0.95
 
 

@@ -21,18 +21,14 @@ from swarmnode.trainer.engine import card_uses, make_whole_policy
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
-from tests.unit.trainer.test_ranks import PROMPTS, configured, own_and_peers
+from tests.support.updates import PROMPTS, weights
+from tests.unit.trainer.test_ranks import configured
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CARD = torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def groups():
-    return own_and_peers()
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +45,6 @@ def by_gloo():
 def gloo_rank(*arguments):
     by_gloo()
     rank_process.run_rank(*arguments)
-
-
-def weights(policy):
-    return torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()])
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -15,11 +15,6 @@ from tests.support.network_side import ME, SWARM, NetworkSide, run_trainer
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch):
-    monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
-
-
 async def train(data_dir, network, sharing=True, held_out=8, **training):
     settings = {
         "node": {"data_dir": data_dir},

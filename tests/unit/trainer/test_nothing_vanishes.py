@@ -23,11 +23,6 @@ from tests.support.snapshots import example
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch):
-    monkeypatch.setattr("swarmnode.trainer.loop.JOIN_SECONDS", 0.0)
-
-
 async def train(data_dir, **training):
     """Train on a task in which more than half of the groups are useful, so that almost every step
     has a useful group."""

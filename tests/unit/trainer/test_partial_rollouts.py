@@ -2,15 +2,13 @@
 
 import pytest
 
-from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.config import Config, PolicyConfig, TaskConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
-from swarmnode.policy.logprobs import score
-from swarmnode.rollouts.trainer.batch import assemble
+from swarmnode.policy.ways import Row
 from swarmnode.tasks.client import Scored
-from swarmnode.trainer.engine import make_whole_policy
-from swarmnode.trainer.sampler import MAX_LAG, Sampler
-from swarmnode.trainer.state import Counters
+from swarmnode.trainer.sampler import MAX_LAG
+from tests.unit.trainer.test_episode_engines import Node
 
 STEPS = 6
 
@@ -27,7 +25,7 @@ class EverySecond:
 
 @pytest.fixture(scope="module")
 def trained():
-    """Return (engine, policy, experiences, updates) after some steps with few concurrent rows, so
+    """Return (engine, experiences, updates) after some steps with few concurrent rows, so
     that many requests are unfinished at each update."""
     training = TrainingConfig(
         num_generations=4,
@@ -36,32 +34,19 @@ def trained():
         per_device_train_tokens=64,
         learning_rate=1e-4,
     )
-    counters = Counters(peer="12D3KooWme", swarm="00" * 32)
-    policy = load_policy(PolicyConfig(devices="cpu"))
-    engine = make_whole_policy(
-        Config(training=training, weights=WeightsConfig(rule="off")),
-        policy,
-        counters,
-        lambda message: None,
+    config = Config(
+        training=training,
+        policy=PolicyConfig(devices="cpu"),
+        task=TaskConfig(names=["rg/gcd"]),
+        weights=WeightsConfig(rule="off"),
     )
-    sampler = Sampler(
-        training,
-        ["rg/gcd"],
-        engine,
-        EverySecond(),
-        policy.random_generator(0),
-        counters,
-    )
-    experiences, updates = [], []
-    for _ in range(STEPS):
-        experiences.append(sampler(2))
-        updates.append(engine.update(assemble(experiences[-1].trained, "grpo")))
-        counters.policy_version += updates[-1].stepped
-    return engine, policy, experiences, updates
+    node = Node(config, load_policy(config.policy), EverySecond())
+    experiences, updates = zip(*(node.step() for _ in range(STEPS)), strict=True)
+    return node.engine, experiences, updates
 
 
 def test_unfinished_rows_continue_under_the_next_version(trained):
-    _, _, experiences, updates = trained
+    _, experiences, updates = trained
     lags = [lag for experience in experiences for lag in experience.lags]
     assert all(update.stepped for update in updates)
     assert max(experiences[0].lags) == 0 < max(lags) <= MAX_LAG
@@ -77,12 +62,13 @@ def test_the_correction_covers_tokens_of_earlier_versions(trained):
 
 
 def test_evaluations_are_answered_by_the_engine_that_samples(trained):
-    engine, policy, *_ = trained
+    engine, *_ = trained
     prompts = ["What is 3 + 4?", "Calculate 10 + 8."]
     first, again = (
         engine.generate(prompts, Sampling(4, 8), engine.random_generator(5)) for _ in range(2)
     )
     assert first == again
     recorded = [x for sample in first for c in sample.completions for x in c.logprobs]
-    rows = [(sample.prompt_ids, c.ids) for sample in first for c in sample.completions]
-    assert recorded == pytest.approx([x for row in score(policy, rows, 1.0) for x in row], abs=1e-4)
+    rows = [Row(sample.prompt_ids, c.ids) for sample in first for c in sample.completions]
+    scored = [x for row, _ in engine.score(rows, 1.0) for x in row]
+    assert recorded == pytest.approx(scored, abs=1e-4)

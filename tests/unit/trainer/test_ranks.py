@@ -12,17 +12,15 @@ import torch
 from swarmnode.config import Config
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
-from swarmnode.policy.load import load_policy
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer import state
 from swarmnode.trainer.engine import make_whole_policy, open_policy
 from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
-from tests.support.updates import sampled_groups
+from tests.support.updates import PROMPTS
 
 pytestmark = pytest.mark.slow
-PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
 STEPS = 4
 EPSILON = 1e-5
 """AdamW's epsilon. With 1e-8, rounding would decide the first step of a weight whose gradient is
@@ -81,15 +79,6 @@ def fixture(request):
     fixture = Fixture(KINDS[request.param])
     yield fixture
     fixture.pool.close()
-
-
-@pytest.fixture(scope="module")
-def groups():
-    return own_and_peers()
-
-
-def own_and_peers():
-    return sampled_groups(load_policy(configured("cpu").policy), PROMPTS, own=2)
 
 
 def trained(fixture, groups, ranks):

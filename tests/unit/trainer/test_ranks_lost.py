@@ -14,7 +14,7 @@ from swarmnode.trainer import update
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import Ready, run_rank
 from tests.support.network_side import train_alone
-from tests.unit.trainer.test_ranks import Fixture, configured, own_and_peers
+from tests.unit.trainer.test_ranks import Fixture, configured
 
 pytestmark = pytest.mark.slow
 TOKENS = 160
@@ -31,11 +31,6 @@ def small_rank(*arguments):
 
     update.completion_logprobs = limited
     run_rank(*arguments)
-
-
-@pytest.fixture(scope="module")
-def groups():
-    return own_and_peers()
 
 
 @pytest.fixture(scope="module")

@@ -15,33 +15,24 @@ from swarmnode.policy.ways import Row
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer import update as module
 from swarmnode.trainer.update import Updater
-from tests.support.updates import GCD_PROMPT, sampled_groups, small_device
+from tests.support.updates import GCD_PROMPT, sampled_groups, small_device, weights
 
 PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
 
 
 @pytest.fixture(scope="module")
-def base(embedded):
-    return embedded
-
-
-@pytest.fixture(scope="module")
-def groups(base):
+def groups(embedded):
     """An own group and three of peers."""
-    return sampled_groups(base, PROMPTS, own=1)
+    return sampled_groups(embedded, PROMPTS, own=1)
 
 
-def updated(base, groups, **keys):
+def updated(embedded, groups, **keys):
     """The policy, its updater and the statistics after one update."""
-    policy = base.clone()
+    policy = embedded.clone()
     cfg = TrainingConfig(**keys)
     updater = Updater(policy, cfg, MicroBatcher(10_000))
     statistics = updater.update(assemble(groups, "grpo"))
     return policy, updater, statistics
-
-
-def weights(policy):
-    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
 
 
 def moments(updater):
@@ -103,11 +94,11 @@ FAILURES = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("bad", [[2], [1, 2, 3]])
-def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypatch, kind, bad):
+def test_a_failing_group_leaves_the_update_of_the_others(embedded, groups, monkeypatch, kind, bad):
     failure, outcome = FAILURES[kind]
-    expected = updated(base, [g for n, g in enumerate(groups) if n not in bad])
+    expected = updated(embedded, [g for n, g in enumerate(groups) if n not in bad])
     poison(monkeypatch, [PROMPTS[n] for n in bad], **failure)
-    found = updated(base, groups)
+    found = updated(embedded, groups)
     assert found[2].stepped
     assert found[2].refused == dict.fromkeys(bad, outcome)
     assert found[2].details[outcome]
@@ -115,48 +106,48 @@ def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypat
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_single_failing_group_does_not_change_the_optimizer(base, groups, monkeypatch):
-    expected = updated(base, groups[:1])
+def test_single_failing_group_does_not_change_the_optimizer(embedded, groups, monkeypatch):
+    expected = updated(embedded, groups[:1])
     poison(monkeypatch, PROMPTS[1:2], backward=RuntimeError("a kernel says no"))
-    same_state(updated(base, groups[:2]), expected)
+    same_state(updated(embedded, groups[:2]), expected)
 
 
-def test_only_peers_groups_that_fail_move_nothing(base, groups, monkeypatch):
+def test_only_peers_groups_that_fail_move_nothing(embedded, groups, monkeypatch):
     poison(monkeypatch, PROMPTS[1:3], backward=math.nan)
-    found = updated(base, groups[1:3])
+    found = updated(embedded, groups[1:3])
     assert not found[2].stepped
     assert found[2].refused == {0: "no_gradient", 1: "no_gradient"}
-    assert torch.equal(weights(found[0]), weights(base))
+    assert torch.equal(weights(found[0]), weights(embedded))
     assert not moments(found[1])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_peers_are_not_blamed_for_our_own_gradient(base, groups, monkeypatch, number):
+def test_peers_are_not_blamed_for_our_own_gradient(embedded, groups, monkeypatch, number):
     poison(monkeypatch, PROMPTS[:1], backward=number)
-    found = updated(base, groups)
+    found = updated(embedded, groups)
     done = found[2]
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
     assert not done.refused
-    assert torch.equal(weights(found[0]), weights(base))
+    assert torch.equal(weights(found[0]), weights(embedded))
 
 
-def test_a_batch_without_a_signal_moves_nothing(base, groups):
+def test_a_batch_without_a_signal_moves_nothing(embedded, groups):
     silent = [replace(group, rewards=[1.0] * 4) for group in groups]
-    policy, _, done = updated(base, silent)
+    policy, _, done = updated(embedded, silent)
     assert (done.stepped, done.skipped) == (False, "no_signal")
-    assert torch.equal(weights(policy), weights(base))
+    assert torch.equal(weights(policy), weights(embedded))
 
 
 @pytest.mark.parametrize("long", [0, 1])
-def test_out_of_memory_halves_the_micro_batch(base, monkeypatch, long):
+def test_out_of_memory_halves_the_micro_batch(embedded, monkeypatch, long):
     """The own group or the peer's does not fit in one piece."""
     prompts = [GCD_PROMPT, PROMPTS[0]] if long == 0 else [PROMPTS[0], GCD_PROMPT]
-    batch = assemble(sampled_groups(base, prompts, own=1), "grpo")
+    batch = assemble(sampled_groups(embedded, prompts, own=1), "grpo")
     found = []
     for small in (False, True):
         if small:
             small_device(monkeypatch, 110, 110)
-        policy, batchers = base.clone(), [MicroBatcher(10_000), MicroBatcher(10_000)]
+        policy, batchers = embedded.clone(), [MicroBatcher(10_000), MicroBatcher(10_000)]
         Updater(policy, TrainingConfig(), batchers[0], external=batchers[1]).update(batch)
         assert [each.statistics().oom_retries > 0 for each in batchers] == [
             small and source == long for source in (0, 1)
@@ -166,17 +157,17 @@ def test_out_of_memory_halves_the_micro_batch(base, monkeypatch, long):
     assert float((found[0] - found[1]).abs().mean()) < 1e-6
 
 
-def test_too_large_peer_group_costs_only_itself(base, groups, monkeypatch):
+def test_too_large_peer_group_costs_only_itself(embedded, groups, monkeypatch):
     """Admission accepts rows of up to four times the own length."""
     large = replace(
         groups[2],
         rows=[Row(prompt, answer[:-1] * 90 + answer[-1:]) for prompt, answer, _ in groups[2].rows],
         sampler_logprobs=[old[:-1] * 90 + old[-1:] for old in groups[2].sampler_logprobs],
     )
-    expected = updated(base, groups[:2])
+    expected = updated(embedded, groups[:2])
     most = 4 * max(len(prompt) + len(answer) for g in groups for prompt, answer, _ in g.rows)
     small_device(monkeypatch, most, most)
-    policy, batcher = base.clone(), MicroBatcher(10_000)
+    policy, batcher = embedded.clone(), MicroBatcher(10_000)
     rows = assemble([groups[0], large, groups[1]], "grpo")
     done = Updater(policy, TrainingConfig(), batcher).update(rows)
     assert done.stepped
@@ -185,17 +176,17 @@ def test_too_large_peer_group_costs_only_itself(base, groups, monkeypatch):
     assert batcher.tokens == 10_000
 
 
-def test_an_exception_of_our_own_rows_is_raised(base, groups, monkeypatch):
+def test_an_exception_of_our_own_rows_is_raised(embedded, groups, monkeypatch):
     poison(monkeypatch, PROMPTS[:1], forward=RuntimeError("ours"))
     with pytest.raises(RuntimeError, match="ours"):
-        updated(base, groups)
+        updated(embedded, groups)
 
 
 # ---- own rows ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def long(base, groups):
+def long(embedded, groups):
     """Return an own group whose first answer is twice as long as the others."""
     group = groups[0]
     prompt, answer, _ = group.rows[0]
@@ -206,30 +197,30 @@ def long(base, groups):
     )
 
 
-def test_row_that_does_not_fit_is_recomputed(base, long, monkeypatch):
-    expected = updated(base, [long])
+def test_row_that_does_not_fit_is_recomputed(embedded, long, monkeypatch):
+    expected = updated(embedded, [long])
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1])
-    found = updated(base, [long])
+    found = updated(embedded, [long])
     assert found[2].stepped
     assert found[2].dropped_rows == 0
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_row_that_never_fits_is_dropped_and_counted(base, long, groups, monkeypatch):
+def test_row_that_never_fits_is_dropped_and_counted(embedded, long, groups, monkeypatch):
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1] - 1)
-    policy = base.clone()
+    policy = embedded.clone()
     updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))
     for _ in range(2):
         done = updater.update(assemble([long, *groups[1:]], "grpo"))
         assert done.stepped
         assert done.dropped_rows == 1
         assert not done.refused
-    assert not torch.equal(weights(policy), weights(base))
+    assert not torch.equal(weights(policy), weights(embedded))
 
 
-def test_rows_none_of_which_fits_end_the_trainer(base, long, monkeypatch):
+def test_rows_none_of_which_fits_end_the_trainer(embedded, long, monkeypatch):
     small_device(monkeypatch, 3, 3)
     with pytest.raises(DeviceError, match="out of memory"):
-        updated(base, [long])
+        updated(embedded, [long])
