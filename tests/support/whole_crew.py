@@ -73,15 +73,15 @@ def kill_trainers(nodes: Sequence[DemoNode]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def start(nodes: Sequence[DemoNode]) -> list[str]:
+def start(nodes: Sequence[DemoNode], seconds: float = PATIENCE) -> list[str]:
     """Start the first node and then the others, which join through it. Return the addresses of the
     first."""
     nodes[0].start([])
-    first = nodes[0].wait_for_address(time.monotonic() + PATIENCE)
+    first = nodes[0].wait_for_address(time.monotonic() + seconds)
     for node in nodes[1:]:
         node.start(first)
     for node in nodes[1:]:
-        node.wait_for_address(time.monotonic() + PATIENCE)
+        node.wait_for_address(time.monotonic() + seconds)
     return first
 
 
@@ -91,11 +91,11 @@ def checkpoint_steps(nodes: Sequence[DemoNode]) -> list[int]:
     return [about.step for abouts in found for about in abouts if about.own]
 
 
-def stop(nodes: Sequence[DemoNode]) -> None:
+def stop(nodes: Sequence[DemoNode], seconds: float = 30.0) -> None:
     for node in nodes:
         node.stop()
     for node in nodes:
-        node.wait(30)
+        node.wait(seconds)
 
 
 class WholeCrew:

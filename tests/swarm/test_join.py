@@ -22,6 +22,7 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from tests.support.manifests import founded
 from tests.support.terminal import typed
 from tests.support.waiting import status, wait_for
+from tests.support.whole_crew import stop
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
@@ -81,10 +82,7 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         # It does not train and publishes no summary.
         assert node_status["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}
     finally:
-        for node in (a, d):
-            node.stop()
-        for node in (a, d):
-            node.wait(120)
+        stop((a, d), 120)
     assert [node.exit_code() for node in (a, d)] == [0, 0]
 
 

@@ -7,11 +7,11 @@ import time
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 
 from swarmnode.demo.nodes import DemoNode
 from tests.support.waiting import status, wait_for
+from tests.support.whole_crew import child_of, start, stop, trainer_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
@@ -34,11 +34,6 @@ def trained_on_peers(node):
     return node.report.external_groups_total > 0
 
 
-def child(node, module):
-    family = psutil.Process(node.pid).children()
-    return next((p for p in family if module in p.cmdline()), None)
-
-
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory):
     """Two nodes; the second joins through the first."""
@@ -52,8 +47,7 @@ def swarm(tmp_path_factory):
         for i in range(2)
     ]
     try:
-        nodes[0].start([])
-        nodes[1].start(nodes[0].wait_for_address(time.monotonic() + 240))
+        start(nodes, 240)
         for node in nodes:
             wait_for(
                 lambda node=node: trained_on_peers(node),
@@ -61,10 +55,7 @@ def swarm(tmp_path_factory):
             )
         yield nodes
     finally:
-        for node in nodes:
-            node.stop()
-        for node in nodes:
-            node.wait(30)
+        stop(nodes)
 
 
 def test_nodes_train_on_each_others_groups(swarm):
@@ -78,7 +69,7 @@ def test_nodes_train_on_each_others_groups(swarm):
 
 def test_the_network_process_never_loads_torch(swarm):
     def maps(module):
-        return Path(f"/proc/{child(swarm[0], module).pid}/maps").read_text()
+        return Path(f"/proc/{child_of(swarm[0], module).pid}/maps").read_text()
 
     assert "libtorch" not in maps("swarmnode.daemon.node")
     assert "libtorch" in maps("swarmnode.trainer")
@@ -100,7 +91,7 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     )
     assert run_command(node, "pause").returncode == 0
     before = wait_for(resting, "the trainer rests")
-    child(node, "swarmnode.trainer").kill()
+    trainer_of(node).kill()
     wait_for(
         lambda: (
             status(node)["supervisor"]["restarts"]["trainer"]
@@ -110,9 +101,8 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     )
     again = wait_for(resting, "the next trainer rests too")
     assert again["trainer"]["report"]["step"] <= before["trainer"]["report"]["step"]
-    status_command = [sys.executable, "-m", "swarmnode", "status", "--url", node.url]
-    shown = subprocess.run(status_command, capture_output=True, text=True, timeout=240, check=False)
-    assert "paused by its owner" in " ".join(shown.stdout.split())
+    shown = run_command(node, "status").stdout
+    assert "paused by its owner" in " ".join(shown.split())
     assert 'swarmnode_budget_paused{reason="owner"} 1.0' in get(node, "/metrics")
     assert again["network"]["peers"]["connected"] == 1, "it stays connected"
     assert run_command(node, "resume").returncode == 0
@@ -132,11 +122,10 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
 def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
     node = swarm[0]
     before = status(node)
-    start = time.monotonic()
-    node.stop()
-    node.wait(30)
+    began = time.monotonic()
+    stop([node])
     assert node.exit_code() == 0
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - began < 25
     node.start([])  # its peer book has the other node
     after = wait_for(
         lambda: (

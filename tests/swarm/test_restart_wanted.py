@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from swarmnode import cli
 from tests.support.chaos.nodes import INSIDE, changed_environment
-from tests.support.forked_node import ForkedNode, runs
+from tests.support.forked_node import ForkedNode
 from tests.support.waiting import status, wait_for
+from tests.support.whole_crew import child_of, stop
 from tests.swarm.test_join import FAST
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -34,11 +34,6 @@ def command(*arguments):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def network_process(node):
-    family = psutil.Process(node.pid).children()
-    return next(each for each in family if runs(each, "swarmnode.daemon.node"))
 
 
 def steps(node):
@@ -87,7 +82,7 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
         )
         swarm = status(founder)["node"]["swarm"]
         for node in (asks, follows):  # a new process asks its peers at once, not in ten minutes
-            network_process(node).kill()
+            child_of(node, "swarmnode.daemon.node").kill()
         for node in (founder, follows):
             wait_for(
                 lambda node=node: has_moved(node, swarm),
@@ -107,10 +102,7 @@ def test_nodes_move_to_a_successor_and_continue(tmp_path, capsys):
             # The trainer saved before it ended, although the next save was due after a minute.
             assert restored_step(node) >= before[node.name]
     finally:
-        for node in nodes:
-            node.stop()
-        for node in nodes:
-            node.wait(60)
+        stop(nodes, 60)
     assert [node.exit_code() for node in nodes] == [0, 0, 0]
 
 
@@ -132,6 +124,5 @@ def test_network_process_above_its_memory_limit_is_restarted(tmp_path):
         log = (node.directory / "log" / "network.jsonl").read_text()
         assert "the network process uses 1" in log
     finally:
-        node.stop()
-        node.wait(60)
+        stop([node], 60)
     assert node.exit_code() == 0

@@ -19,6 +19,7 @@ from swarmnode.observe.collector import make_registry
 from tests.support.forked_node import ForkedNode
 from tests.support.snapshots import example_at
 from tests.support.watch import server
+from tests.support.whole_crew import start
 
 pytestmark = [
     pytest.mark.swarm,
@@ -129,12 +130,7 @@ def prometheus(tmp_path_factory):
     settings = [{**NODE, "training": {**NODE["training"], "seed": i}} for i in range(2)]
     nodes = [ForkedNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(2)]
     try:
-        nodes[0].start([])
-        known = nodes[0].wait_for_address(time.monotonic() + 240)
-        for node in nodes[1:]:
-            node.start(known)
-        for node in nodes[1:]:
-            node.wait_for_address(time.monotonic() + 240)
+        start(nodes, 240)
         real = [node.url.removeprefix("http://") for node in nodes]
         with member_of_a_crew() as member, watching(directory, [*real, member]) as url:
             missing, deadline = queries(real, member), time.monotonic() + SECONDS

@@ -9,6 +9,7 @@ import pytest
 from swarmnode.p2p import identity
 from tests.support.forked_node import ForkedNode
 from tests.support.waiting import free_port, wait_for
+from tests.support.whole_crew import stop
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -80,7 +81,4 @@ def test_replicas_average_despite_death_and_join(tmp_path):
         until(nodes, averaged, "the newcomer has averaged")
         assert all(not any(node.status.supervisor.restarts.values()) for node in nodes)
     finally:
-        for node in nodes:
-            node.stop()
-        for node in nodes:
-            node.wait(20)
+        stop(nodes)

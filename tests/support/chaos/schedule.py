@@ -139,15 +139,9 @@ def play(
         played.curves = [curve(node) for node in swarm.nodes]
         codes = [node.exit_code() for node in swarm.nodes]
         if any(codes):
-            tell(f"  after a stop request the nodes ended with {codes}")
-            played.outcomes.append(
-                Outcome(
-                    "their end",
-                    "all",
-                    None,
-                    (f"after a stop request the nodes ended with {codes}",),
-                )
-            )
+            problem = f"after a stop request the nodes ended with {codes}"
+            tell(f"  {problem}")
+            played.outcomes.append(Outcome("their end", "all", None, (problem,)))
     return played
 
 

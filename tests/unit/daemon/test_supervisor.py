@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import textwrap
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -59,18 +60,23 @@ def node(tmp_path, monkeypatch):
     return build
 
 
-async def test_killed_child_is_restarted_alone(node):
-    supervisor = node()
+@asynccontextmanager
+async def running(supervisor):
+    """Run a supervisor during the block, and stop it by a signal."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
+        yield
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_killed_child_is_restarted_alone(node):
+    async with running(node()):
         await until(lambda: node.pids("trainer") and node.pids("network"))
         os.kill(node.pids("trainer")[0], signal.SIGKILL)
         await until(lambda: len(node.pids("trainer")) == 2)
         await until(lambda: node.statistics()["restarts"]["trainer"] == 1)
         await until(lambda: not node.statistics()["down"])
-        os.kill(os.getpid(), signal.SIGTERM)
     assert len(node.pids("network")) == 1
-    assert node.statistics()["restarts"]["trainer"] == 1
 
 
 async def test_repeated_exception_of_a_child_ends_the_node(node, monkeypatch):
@@ -139,11 +145,8 @@ async def test_drain_waits_for_step_and_save(node, tmp_path, status, step, survi
     body = "import signal\n" + DRAINS.format(
         turns=15, status=status, step=step, marker=str(tmp_path / "saved")
     )
-    supervisor = node(trainer=body, drain_seconds=0.5)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(node(trainer=body, drain_seconds=0.5)):
         await until((tmp_path / "saved.ready").exists)
-        os.kill(os.getpid(), signal.SIGTERM)
     assert (tmp_path / "saved").exists() is survives
 
 
@@ -157,11 +160,8 @@ signal.signal(signal.SIGTERM, end)
 open({str(seen)!r} + ".ready", "w").close()
 """
     trainer = DRAINS.format(turns=3, status="draining", step=0.01, marker=str(saved))
-    supervisor = node(network + FOREVER, trainer)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(node(network + FOREVER, trainer)):
         await until(lambda: all(file.with_suffix(".ready").exists() for file in (saved, seen)))
-        os.kill(os.getpid(), signal.SIGTERM)
     assert seen.read_text() == "True"
 
 
@@ -173,12 +173,9 @@ def test_invalid_progress_lines_are_ignored(line):
 
 
 async def test_children_are_started_by_the_main_thread(node):
-    supervisor = node()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(node()):
         await until(lambda: node.pids("trainer") and node.pids("network"))
         assert node.pids("trainer")[0] in made_by_main_thread()
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def made_by_main_thread():
@@ -208,12 +205,9 @@ async def down(node, name="trainer"):
 
 
 async def test_down_reason_is_the_last_logged_error(node, tmp_path):
-    supervisor = node(trainer=CRASHES)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(node(trainer=CRASHES)):
         await until(lambda: node.pids("trainer"))
         why = await down(node)
-        os.kill(os.getpid(), signal.SIGTERM)
     assert "FileNotFoundError: [Errno 2] No such file or directory: '/absent/model'" in why
     assert why.endswith("(exit code 1)")
     assert "\n" not in why
@@ -227,21 +221,16 @@ async def test_the_status_names_what_a_loading_process_does(node, tmp_path):
     )
     supervisor = node(trainer=loads)
     shown = lambda: node.pids("trainer") and node.statistics()["loading"]
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(supervisor):
         await until(lambda: shown() == {"trainer": "loading, trying the policy"})
         (tmp_path / "go").touch()
         await until(lambda: shown() == {})
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def test_a_process_that_hung_did_not_crash(node):
-    supervisor = node(trainer=FIRST_ONLY + "progress('training', 0.01); time.sleep(60)")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
+    async with running(node(trainer=FIRST_ONLY + "progress('training', 0.01); time.sleep(60)")):
         await until(lambda: node.pids("trainer"))
         assert await down(node) == "no progress while training, killed"
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

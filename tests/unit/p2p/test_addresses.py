@@ -110,10 +110,6 @@ def test_reported_addresses_need_the_scope_of_their_reporter(host, reporter, all
     assert dialable(Address("ip4", host, 1), Address("ip4", reporter, 2)) is allowed
 
 
-def test_names_from_peers_are_never_resolved():
-    assert not dialable(Address("dns4", "localhost", 1), None)
-
-
 def test_peer_id_must_be_canonical_ed25519():
     assert addresses.check_peer_id(PEER) == PEER
     for wrong in (

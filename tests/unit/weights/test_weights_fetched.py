@@ -18,11 +18,11 @@ CHUNKS = 12
 class Breaking:
     """Bulk transfers that break off after the numbers of chunks in `moves`, in turn."""
 
-    def __init__(self, moves, chunks=CHUNKS):
-        self.source = BulkSource(secrets.token_bytes(CHUNK * chunks), chunk_bytes=CHUNK)
+    def __init__(self, moves, raises=lambda: None):
+        self.source = BulkSource(secrets.token_bytes(CHUNK * CHUNKS), chunk_bytes=CHUNK)
         self.moves = list(moves)
         self.sent = []
-        self.raises = lambda: None
+        self.raises = raises
         """What a fetch raises at once, if anything."""
         self.tried = 0
         self.offered = set()
@@ -69,25 +69,22 @@ async def test_interrupted_transfer_completes_with_progress(tmp_path, autojump_c
 
 @pytest.mark.parametrize("error", [PeerError("not connected"), Declined("busy")])
 async def test_absent_or_busy_peer_is_retried(tmp_path, autojump_clock, error):
-    bulk = Breaking([CHUNKS])
     back = trio.current_time() + 30.0
-    bulk.raises = lambda: error if trio.current_time() < back else None
+    bulk = Breaking([CHUNKS], lambda: error if trio.current_time() < back else None)
     await fetch(bulk, tmp_path, 600.0)
     assert trio.current_time() < back + payload_store.RETRY_SECONDS[1] + 2.0
     assert bulk.tried < 15
 
 
 async def test_absent_peer_is_given_up_after_a_minute(tmp_path, autojump_clock):
-    bulk, began = Breaking([]), trio.current_time()
-    bulk.raises = lambda: PeerError("not connected")
+    bulk, began = Breaking([], lambda: PeerError("not connected")), trio.current_time()
     with pytest.raises(PeerTimeout, match="is too slow"):
         await fetch(bulk, tmp_path, 14_000.0)
     assert trio.current_time() - began < 80.0
 
 
 async def test_the_last_pause_ends_with_the_time(tmp_path, autojump_clock):
-    bulk, began = Breaking([]), trio.current_time()
-    bulk.raises = lambda: PeerError("not connected")
+    bulk, began = Breaking([], lambda: PeerError("not connected")), trio.current_time()
     with pytest.raises(PeerTimeout, match="in time"):
         await fetch(bulk, tmp_path, 8.0)
     assert trio.current_time() - began == pytest.approx(8.0)
@@ -97,8 +94,7 @@ async def test_the_last_pause_ends_with_the_time(tmp_path, autojump_clock):
     "error", [Declined("unknown"), BadMessage("hash", "not what the manifest says")]
 )
 async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_clock, error):
-    bulk = Breaking([])
-    bulk.raises = lambda: error
+    bulk = Breaking([], lambda: error)
     with pytest.raises(type(error)):
         await fetch(bulk, tmp_path)
     assert bulk.tried == 1
