@@ -1,6 +1,7 @@
 """`swarmnode vllm-command`: the command that starts a server for a configuration."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,6 @@ def test_rank_that_vllm_does_not_support_is_refused(model, cards):
 
 
 def test_a_path_with_spaces_survives_a_shell(tmp_path, cards):
-    import shlex
-
     directory = tmp_path / "my model"
     directory.mkdir()
     command = made(cards(0), model=str(directory))

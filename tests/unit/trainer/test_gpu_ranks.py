@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.device import cards, training_devices
@@ -106,8 +107,6 @@ def test_cards_are_named_with_their_memory():
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_layers_on_two_devices_compute_what_one_does(rank, groups):
-    from accelerate import dispatch_model
-
     config = configured("cpu", policy={"lora": {"r": rank}})
     policy = load_policy(config.policy)
     base = policy.base

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from swarmnode.errors import DeviceError
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import Policy
 from swarmnode.trainer import loop
@@ -44,8 +45,6 @@ async def test_a_shortage_of_memory_lowers_a_limit(tmp_path, monkeypatch):
 
 
 async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
-    from swarmnode.errors import DeviceError
-
     Allocator(monkeypatch, tokens=4)
     with pytest.raises(ExceptionGroup) as raised:
         await train_alone(tmp_path, max_steps=1)
