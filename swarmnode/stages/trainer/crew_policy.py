@@ -267,6 +267,7 @@ class CrewPolicy:
         Raises:
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
+        rows = without_masked_tokens(rows)
         own, external = trained(rows)
         if not own and not external:
             return UpdateStatistics(stepped=False, skipped="no_signal")
@@ -456,4 +457,23 @@ def _micro_batch_tokens(memory: MicroBatcher, lengths: Sequence[int], stages: in
     return min(
         memory.tokens,
         max(MIN_MICRO_BATCH_TOKENS, sum(lengths) // (MICRO_BATCHES_PER_STAGE * stages)),
+    )
+
+
+def without_masked_tokens(rows: Rows) -> Rows:
+    """Return the rows up to their first masked token, since a crew's messages have no mask.
+
+    A row that begins with one keeps it, with weight 0.
+    """
+    counts = [
+        row.sampled.index(False) if False in row.sampled else len(row.completion)
+        for row in rows.rows
+    ]
+    return replace(
+        rows,
+        rows=[row.first(max(n, 1)) for row, n in zip(rows.rows, counts, strict=True)],
+        sampler_logprobs=[
+            each[: max(n, 1)] for each, n in zip(rows.sampler_logprobs, counts, strict=True)
+        ],
+        weights=rows.weights * (torch.tensor(counts) > 0),
     )

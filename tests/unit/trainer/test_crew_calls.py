@@ -57,6 +57,7 @@ class Crew:
         return ["scored"] * len(rows)
 
     async def update(self, rows, cfg, divisor, rate):
+        self.rows = rows
         self._fail(cfg.per_device_train_tokens, len(rows), rate)
         return CrewStepResult(loss=1.0)
 
@@ -298,3 +299,15 @@ def test_slow_sampling_recommends_a_copy_once():
     assert [(log["latency_seconds"], log["remedy"]) for log in logs] == [
         (0.3, 'stages.policy_copy = "memory"')
     ]
+
+
+def test_a_crew_learns_a_peers_answer_up_to_its_first_masked_token():
+    rows = [Row([1], [2, 3, 4], [True, True, False]), Row([1], [5, 6], [False, True])]
+    rows += [Row([1], [7, 8])]
+    group = TrainingGroup(
+        rows, [[-1.0] * len(row.completion) for row in rows], [1.0, 1.0, 0.0], [1.0] * 3, "p"
+    )
+    crew = Crew()
+    policy_of(crew).update(assemble([replace(group, learnt=[3, 2, 2])], "grpo"))
+    assert [each.completion_ids for each in crew.rows] == [[2, 3]]
+    assert [each.sampler_logprobs for each in crew.rows] == [[-1.0, -1.0]]
