@@ -21,6 +21,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -117,9 +118,10 @@ def score(mutation: Mutation, wide: bool, workers: int) -> Outcome:
         mutated = mutation.apply()
     except ValueError as error:
         return outcome("not applicable", str(error))
-    original = path.read_bytes()
+    original, bytecode = path.read_bytes(), Path(cache_from_source(str(path)))
     try:
         path.write_text(mutated)
+        bytecode.unlink(missing_ok=True)
         if failed := first_failure(mutation.tests, workers):
             return outcome("detected", failed)
         if wide and (failed := first_failure(WIDE_TESTS, workers)):
@@ -129,6 +131,8 @@ def score(mutation: Mutation, wide: bool, workers: int) -> Outcome:
         return outcome("not applicable", str(error))
     finally:
         path.write_bytes(original)
+        # It would be valid for the original: the same size, written in the same second.
+        bytecode.unlink(missing_ok=True)
 
 
 def main() -> int:
