@@ -461,9 +461,9 @@ def _micro_batch_tokens(memory: MicroBatcher, lengths: Sequence[int], stages: in
 
 
 def without_masked_tokens(rows: Rows) -> Rows:
-    """Return the rows up to their first masked token, since a crew's messages have no mask.
+    """Return the rows cut before their first masked token, since a crew's messages have no mask.
 
-    A row that begins with one keeps it, with weight 0.
+    A row must not be empty, so one that begins with a masked token keeps that token, with weight 0.
     """
     counts = [
         row.sampled.index(False) if False in row.sampled else len(row.completion)

@@ -1,5 +1,5 @@
-"""What one stage reads, holds in memory, counts and refuses. `test_split_trial` compares chains of
-stages with whole models."""
+"""A single stage: its weights from disk, its memory, its statistics and the messages that it
+refuses. `test_split_trial` compares chains of stages with whole models."""
 
 import copy
 

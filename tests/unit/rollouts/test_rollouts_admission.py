@@ -321,7 +321,7 @@ def test_window_accepts_each_sequence_once(offsets, base):
 
 def test_remembers_sequence_numbers_while_groups_are_valid():
     one, longest = signer(), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
-    for minute in range(100):  # an author that is heard all the time never starts anew
+    for minute in range(100):  # the memory of an active author is not reset
         one.note(minute, minute * 60.0)
     assert one.sequence_reason(99, 99 * 60.0 + longest) == "sequence_reused"
     assert one.sequence_reason(99, 99 * 60.0 + longest + 1) is None
