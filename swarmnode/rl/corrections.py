@@ -22,7 +22,8 @@ LEAST_WEIGHT = 0.05
 LEAST_PROBABILITY = 1e-3
 """A peer's token with a smaller probability under this node's policy is not trained on. The
 gradient of log π is of order one even for an improbable token that on-policy sampling would almost
-never produce. Without this bound, nodes with a real model learned a little less (benchmarks/RESULTS.md)."""
+never produce. Nodes with a real model learned a little less without this bound
+(benchmarks/RESULTS.md)."""
 
 
 def importance_weights(

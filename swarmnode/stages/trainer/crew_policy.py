@@ -267,18 +267,19 @@ class CrewPolicy:
         Raises:
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
+        drawn = {rows.groups[i] for i in rows.informative(external=True)}
         rows = without_masked_tokens(rows)
         own, external = trained(rows)
+        lost = drawn - {rows.groups[i] for i in external}
+        refused: dict[int, Outcome] = dict.fromkeys(lost, "improbable")
         if not own and not external:
-            return UpdateStatistics(stepped=False, skipped="no_signal")
-        done = self._learn(rows, own + external, frozenset())
+            return UpdateStatistics(stepped=False, skipped="no_signal", refused=refused)
+        done = replace(self._learn(rows, own + external, frozenset()), refused=refused)
         if done.stepped or not own or not external:
             # stages do not report whose tokens were effective
             return replace(done, effective_own=None) if external else done
         # a peer's rows may be the reason; stages do not report whose rows they refuse
-        refused: dict[int, Outcome] = dict.fromkeys(
-            (rows.groups[i] for i in external), "no_gradient"
-        )
+        refused |= dict.fromkeys((rows.groups[i] for i in external), "no_gradient")
         return replace(self._learn(rows, own, frozenset(refused)), refused=refused)
 
     def _learn(self, rows: Rows, indices: list[int], without: frozenset[int]) -> UpdateStatistics:

@@ -308,6 +308,9 @@ def test_a_crew_learns_a_peers_answer_up_to_its_first_masked_token():
         rows, [[-1.0] * len(row.completion) for row in rows], [1.0, 1.0, 0.0], [1.0] * 3, "p"
     )
     crew = Crew()
-    policy_of(crew).update(assemble([replace(group, learnt=[3, 2, 2])], "grpo"))
+    lost = replace(group, rows=[rows[1], rows[1], rows[2]], learnt=[2] * 3)
+    lost = replace(lost, sampler_logprobs=[[-1.0] * 2] * 3)
+    both = assemble([replace(group, learnt=[3, 2, 2]), lost], "grpo")
+    assert policy_of(crew).update(both).refused == {1: "improbable"}
     assert [each.completion_ids for each in crew.rows] == [[2, 3]]
     assert [each.sampler_logprobs for each in crew.rows] == [[-1.0, -1.0]]
