@@ -453,10 +453,18 @@ def main() -> None:
     parser.add_argument("--task", default=real_hostile.SIZE.task, help="of honest peers")
     parser.add_argument("--steps", type=int, default=real_hostile.SIZE.steps, help="with --real")
     parser.add_argument("--nodes", type=int, default=2, help="with --real; a quarter are peers")
+    parser.add_argument(
+        "--learning-rate", type=float, default=real_hostile.SIZE.learning_rate, help="with --real"
+    )
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished cells")
     args = parser.parse_args()
     if args.real:
-        sized = replace(real_hostile.SIZE, task=args.task, steps=args.steps)
+        sized = replace(
+            real_hostile.SIZE,
+            task=args.task,
+            steps=args.steps,
+            learning_rate=args.learning_rate,
+        )
         print(heading("hostile: a real model"), flush=True)
         rows = real_hostile.run(
             args.rows, args.peers, args.real_defences, seeds_of(args), sized, args.nodes

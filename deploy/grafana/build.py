@@ -322,7 +322,6 @@ SWARM: dict[str, list[Panel]] = {
             unit="percentunit",
             top=1,
         ),
-        p("Largest excess of one token in peers' answers", gauge("swarmnode_peer_drift"), top=1),
     ],
     "Rollouts": [
         p(

@@ -106,7 +106,7 @@ def _format_sample(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
         _shorten(head),
         f"  prompt                       {_shorten(sample.prompt)}",
         *map(_format_completion, sample.completions),
-        *([f"  {_shorten(sample.drift)}"] if sample.drift else []),
+        *([f"  {_shorten(sample.detail)}"] if sample.detail else []),
     ]
 
 

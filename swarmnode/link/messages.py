@@ -120,9 +120,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """Sampled tokens, including evaluations."""
     evaluation_tokens_total: int = 0
     tokens_per_second: float | None = None
-    drift: float | None = None
-    """Largest excess, over tasks and tokens, of the share of external rewarded answers with a token
-    over the share of own ones; None without evidence."""
     device: str = ""
     dtype: str = ""
     device_memory_bytes: int | None = None

@@ -360,13 +360,6 @@ SHARING = (
         when=trainer_reports,
     ),
     Metric(
-        "swarmnode_peer_drift",
-        "gauge",
-        "trainer.report.drift",
-        "Largest excess of one token in strangers' rewarded answers: the share of their answers"
-        " with the token, less that of own answers. `swarmnode samples` names the token.",
-    ),
-    Metric(
         "swarmnode_learning_problem",
         "gauge",
         computed.learning_problem,

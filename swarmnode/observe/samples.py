@@ -79,8 +79,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Outcome of the trainer's examination, of `rollouts.groups.Outcome`."""
     held_out: bool = False
     """True for the first question of an evaluation. Its answers are not trained on."""
-    drift: str = ""
-    """Token that peers wrote more often than this node at this step; only for a peer's group."""
+    detail: str = ""
+    """Why a peer's group was refused, if that adds to the outcome."""
 
 
 _decode = msgspec.json.Decoder(Sample).decode
@@ -191,5 +191,5 @@ def displayable(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT)
         task=visible(sample.task),
         peer=visible(sample.peer),
         outcome=visible(sample.outcome),
-        drift=shown(sample.drift),
+        detail=shown(sample.detail),
     )

@@ -408,7 +408,7 @@ class Loop:
 
     def _report(self, done: StepResult, judgement: Judgement) -> None:
         """Report the step, and write measurements and samples to disk."""
-        former, drift = self._reporter.last.reward_by_task, self._external.quota.drift()
+        former = self._reporter.last.reward_by_task
         measured = measures(done)
         learning = self._learning.observe(
             [statistics.fmean(group.rewards) for group in done.experience.groups],
@@ -427,14 +427,12 @@ class Loop:
             reward_by_task=former | reward_by_task(done.experience.messages),
             learning=learning.kind,
             learning_problem=learning.text,
-            drift=self._external.quota.excess,
             drops=self._drops.statistics(),
         )
         self._reporter.enter("training", done.ended - done.started)
         last, now = self._reporter.last, time.time()
         self._records.step(now, last)
-        words = drift.words(self._engine.text.token_name) if drift else ""
-        for sample in peers_samples(now, last.step, judgement, words):
+        for sample in peers_samples(now, last.step, judgement):
             self._records.sample(sample)
         if (made := done.experience).messages:
             self._records.sample(

@@ -107,12 +107,8 @@ def held_out_sample(at: float, counters: Counters, held_out: HeldOutReward) -> S
     )
 
 
-def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -> list[Sample]:
-    """Return the first trained group and the first refused group from peers, if they exist.
-
-    Args:
-        drift: Description of the token that peers write more often than this node.
-    """
+def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
+    """Return the first trained group and the first refused group from peers, if they exist."""
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
@@ -123,7 +119,8 @@ def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -
                 -sum(logprobs) / max(row.tokens, 1)
                 for row, logprobs in zip(rows, logprobs_here, strict=True)
             ]
-            found[used] = _peers_sample(at, step, group, outcome, surprise, drift)
+            detail = judgement.details.get(outcome, "")
+            found[used] = _peers_sample(at, step, group, outcome, surprise, detail)
     return list(found.values())
 
 
@@ -133,7 +130,7 @@ def _peers_sample(
     group: ExternalGroup,
     outcome: str,
     surprise: Sequence[float],
-    drift: str,
+    detail: str,
 ) -> Sample:
     answers = _answers(
         group.group.completions, group.rewards, group.components, surprise, group.observations
@@ -147,7 +144,7 @@ def _peers_sample(
         shortened(group.prompt),
         answers,
         peer=group.peer,
-        drift=drift,
+        detail=detail,
         outcome=outcome,
     )
 

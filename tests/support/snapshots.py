@@ -128,7 +128,6 @@ def example_at(t: float) -> NodeSnapshot:
         external_groups_total=used,
         tokens_total=steps * 256,
         tokens_per_second=212.0,
-        drift=0.05,
         learning="",
         device="cpu",
         dtype="float32",

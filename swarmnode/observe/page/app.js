@@ -632,20 +632,14 @@ function answer(one) {
     ...(turns.length ? turns : [node("pre", { dir: "auto" }, one.text)]));
 }
 
-// The token that peers write more often than this node, from the newest sample.
-const drifts = (found) => {
-  const drift = (found.find((sample) => sample.drift) || {}).drift;
-  return drift ? ` Now ${drift}.` : "";
-};
-
 function samples(found, names) {
   byId("samples-line").textContent = found.length
-    ? "Newest first: groups of this node, and groups of peers that it trained on or refused. Surprise is in nats per token, under this node's policy." + drifts(found)
+    ? "Newest first: groups of this node, and groups of peers that it trained on or refused. Surprise is in nats per token, under this node's policy."
     : "No answers yet.";
   put(byId("samples"), ...found.map((sample) => {
     const name = names.get(sample.peer);
     const who = sample.peer ? [...(name ? [node("bdi", {}, name), " "] : []), node("code", { title: sample.peer }, shortId(sample.peer))] : [sample.held_out ? "own, held out" : "own"];
-    const refused = sample.outcome && sample.outcome !== "used" ? [node("span", { class: "low" }, ` refused: ${sample.outcome.replaceAll("_", " ")}`)] : [];
+    const refused = sample.outcome && sample.outcome !== "used" ? [node("span", { class: "low" }, ` refused: ${sample.outcome.replaceAll("_", " ")}${sample.detail ? `, ${sample.detail}` : ""}`)] : [];
     return node("li", { "data-peer": sample.peer || "" },
       node("p", {}, ...who, ...refused, node("span", { class: "muted" }, `  ·  ${sample.task}  ·  step ${count(sample.step)}, policy version ${count(sample.policy_version)}`)),
       node("pre", { class: "question", dir: "auto" }, sample.prompt), ...sample.completions.map(answer));

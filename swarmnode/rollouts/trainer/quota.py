@@ -13,7 +13,6 @@ consists of such tokens is therefore not bounded.
 
     own     ─▶ counts, per task, how many own answers contain each token
     takes   ─▶ decides whether a peer's rewarded answer may be trained on
-    drift   ─▶ finds the token with the largest excess in peers' answers
 
 An answer is accepted or refused as a whole. If its part before the token were trained on, a second
 mark in that part would not be counted. Each token counts once per answer, so that a name from the
@@ -43,12 +42,8 @@ ENOUGH_ANSWERS = 8
 """Number of own rewarded answers of a task below which all own answers are compared, and number of
 those below which there is no bound. With 32 a real model wrote a mark in its own answers before the
 bound began; without a bound where rewards are rare, it wrote one in 91 % of its answers."""
-ENOUGH_FOR_DRIFT = 32
-"""Number of own and of peers' rewarded answers of a task below which no drift is reported."""
 MEMORY_ANSWERS = 256
 """Number of remembered answers: at twice as many, all counts are halved."""
-MOST_COMPARED = 512
-"""Number of tokens per task that are checked for drift: the most frequent in peers' answers."""
 MOST_TASKS = 256
 MOST_TOKENS = 8192
 """Number of distinct tokens counted per task: at twice as many, the rarest are dropped."""
@@ -83,11 +78,6 @@ class Drift:
     """Share of own rewarded answers that contain it."""
     theirs: float
     """Share of peers' rewarded answers that contain it."""
-
-    @property
-    def excess(self) -> float:
-        """Share in peers' answers minus share in own answers, −1 to 1."""
-        return self.theirs - self.own
 
     def words(self, name_of: Callable[[int], str]) -> str:
         """Return a description for the operator; `name_of` converts a token id to text."""
@@ -164,26 +154,6 @@ class TokenQuota:
         else:
             self.refused = self._drift(task, known, over[max(over)])
         return taken
-
-    @property
-    def excess(self) -> float | None:
-        """Largest excess of a token in peers' answers, at least 0; None without evidence."""
-        known = [min(each.rewarded.answers, each.theirs.answers) for each in self._tasks.values()]
-        if max(known, default=0) < ENOUGH_FOR_DRIFT:
-            return None
-        drift = self.drift()
-        return max(0.0, drift.excess) if drift is not None else 0.0
-
-    def drift(self) -> Drift | None:
-        """Return the token with the largest excess in peers' answers; None without evidence, or if
-        they consist of words of the questions and of right answers."""
-        found = [
-            self._drift(task, known, token)
-            for task, known in self._tasks.items()
-            if min(known.rewarded.answers, known.theirs.answers) >= ENOUGH_FOR_DRIFT
-            for token, _ in known.theirs.tokens.most_common(MOST_COMPARED)
-        ]
-        return max(found, key=lambda each: each.excess, default=None)
 
     def _drift(self, task: str, known: _Task, token: int) -> Drift:
         share = lambda counts: counts.tokens[token] / counts.answers

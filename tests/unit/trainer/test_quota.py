@@ -80,18 +80,13 @@ def test_most_honest_answers_of_any_length_are_learnt(length):
     assert taken > 0.9 * 400
 
 
-def test_drift_names_what_strangers_write_more_often():
+def test_a_refusal_names_the_token():
     quota = quota_after(100, marked=0.1)
-    assert quota.drift() is None
-    assert quota.excess is None
-    marks_taken(quota, 100)
-    drift = quota.drift()
-    assert drift.task == "t"
-    assert drift.token % FIRST == MARK
-    assert "write '.'" in drift.words(lambda token: "." if token == MARK else "?")
-    assert quota.excess == drift.excess
-    assert drift.theirs == 1.0
-    assert 0.8 < drift.excess <= 0.95
+    assert marks_taken(quota, 100) < 100
+    assert quota.refused.token % FIRST == MARK
+    words = quota.refused.words(lambda token: "." if token == MARK else "?")
+    assert words.startswith("peers write '.'")
+    assert words.endswith("100 % of their rewarded answers to t, this node in 5 %"), words
 
 
 def test_token_counts_are_bounded():
@@ -128,11 +123,3 @@ def test_honest_groups_of_one_question_are_learnt():
 def test_a_mark_is_bounded_beside_words_of_the_question():
     quota = quota_after(ENOUGH_ANSWERS)
     assert sum(quota.takes("t", [RIGHT, MARK, END], None, {RIGHT, END}) for _ in range(100)) <= 6
-
-
-def test_words_of_questions_and_right_answers_are_no_drift():
-    quota = quota_after(100)
-    for _ in range(100):
-        quota.takes("t", [RIGHT, END], None, {RIGHT, END})
-    assert quota.drift() is None
-    assert quota.excess == 0.0

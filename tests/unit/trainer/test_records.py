@@ -119,10 +119,12 @@ def test_records_first_used_and_first_refused_peer_group():
         for each in (ours, [[-9.0], [-9.0]])
     ]
     judgement = Judgement(
-        accepted, [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")]
+        accepted,
+        [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")],
+        {"surprise": "5.0 nats"},
     )
-    first, second = peers_samples(5.0, 8, judgement, "peers write '.' in 90 %")
-    assert first.drift == second.drift == "peers write '.' in 90 %"
+    first, second = peers_samples(5.0, 8, judgement)
+    assert (first.detail, second.detail) == ("5.0 nats", "")
     assert (first.peer, first.outcome, first.completions[0].surprise) == (
         refused.peer,
         "surprise",
