@@ -324,6 +324,10 @@ def test_strangers_take_no_poll_of_proven_holders_and_are_not_polled_while_they_
     polled = world.polls()
     assert len(polled) == 2 * puller.MOST_POLLED
     assert set(polled) >= set(proven)
+    for peer in proven:
+        world.list(peer)
+    world.now += 1.0
+    assert set(world.polls()) == set(proven), "the strangers have not answered"
     listing_ = World(["s"])
     listing_.polls()
     listing_.list("s", *(listed(n, chr(97 + n)) for n in range(14)))
