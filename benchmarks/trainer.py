@@ -12,7 +12,8 @@ TRL's default, is off. Other load changes CPU seconds too, so compare them on a 
     long prompts         the same with prompts of 17 to 185 tokens (mean 83). The product runs a
                          prompt once per group, TRL once per completion
     --real STEPS         SmolLM2-135M-Instruct, an adapter of rank 16, chat/json_fields: 2 groups of
-                         8 with all groups useful and with real rewards, then 8 groups
+                         8 with all groups useful and with real rewards, then 8 groups. An even
+                         number, because the continuous engine samples for two steps at once
     --lengths            completions that end by chance (geometric, mean 100, at most 512), 3.5 M
                          parameters: both engines of the product against TRL with `generate` and
                          with transformers' continuous batching. The figure is tokens per CPU
@@ -488,6 +489,8 @@ def main() -> None:
     )
     parser.add_argument("--groups", type=int, default=B, help="groups of a step, with --lengths")
     args = parser.parse_args()
+    if args.real % 2:
+        parser.error("--real: an even number of steps")
     results: list[Result] = []
     for case in cases_of(args):
         results += run(case)
