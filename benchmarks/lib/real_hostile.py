@@ -11,8 +11,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +24,6 @@ from benchmarks.lib.turns import TurnNode, checked
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row as TokenRow
 from swarmnode.rollouts.groups import ExternalGroup, OwnGroup
-from swarmnode.rollouts.trainer import needed
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import CHECKS, ExternalChecks, Judgement, judge
 from swarmnode.rollouts.trainer.quota import TokenQuota
@@ -40,12 +38,10 @@ STAGED_QUESTIONS = 8
 """Questions of which a staged attack answers the one whose marked answer is the most probable."""
 HEAD_START = 12
 """Steps that a leader has trained alone."""
-DEFENCES = ("product", "no quota", "no beginning", "no probability", "undefended")
+DEFENCES = ("product", "no quota", "no probability", "undefended")
 """Defences of the node:
 
     no quota         peers' tokens are not limited by own rewarded answers
-    no beginning     tokens at the beginning of an answer are learned even if its reward does not
-                     need them
     no probability   tokens of any probability under the own policy are learned
     undefended       only the checks of the text remain, without a minimum probability
 """
@@ -251,16 +247,15 @@ def watch(node: TurnNode, defence: str, counts: Counter[str]) -> None:
         quota = None
 
     def judged(groups: Sequence[ExternalGroup]) -> Judgement:
-        with beginnings(defence != "no beginning"):
-            judgement = judge(
-                groups,
-                node.engine.text,
-                node.engine.score,
-                TEMPERATURE,
-                checks,
-                quota,
-                None if undefended else node.swarm.scorer.score_many,
-            )
+        judgement = judge(
+            groups,
+            node.engine.text,
+            node.engine.score,
+            TEMPERATURE,
+            checks,
+            quota,
+            None if undefended else node.swarm.scorer.score_many,
+        )
         accepted = iter(judgement.accepted)
         for group, outcome in judgement.outcomes:
             mean = fmean(group.rewards)
@@ -287,17 +282,6 @@ def taught_tokens(group: TrainingGroup, i: int) -> int:
     """Return the number of tokens of a peer's completion that are trained on."""
     row = group.rows[i]
     return row.first(group.learnt[i]).tokens if group.learnt else row.tokens
-
-
-@contextmanager
-def beginnings(on: bool) -> Iterator[None]:
-    """Turn the rule on tokens at the beginning of an answer on or off."""
-    before = needed.MOST_BEGINNING
-    needed.MOST_BEGINNING = before if on else 0
-    try:
-        yield
-    finally:
-        needed.MOST_BEGINNING = before
 
 
 def run(

@@ -34,8 +34,8 @@ from swarmnode.rollouts.network.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.rollouts.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.rollouts.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
-from swarmnode.rollouts.trainer.needed import Rescore
 from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.rollouts.trainer.rescore import Rescore
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
@@ -67,7 +67,7 @@ class Sharing:
     quota: bool = True
     """Limit how often a token of peers' answers is learned by how often own answers have it."""
     needed_only: bool = True
-    """Exclude tokens at either end of an answer that its reward does not need."""
+    """Exclude the end of an answer if its reward does not need it."""
     by_connection: bool = True
     """Count a source's share by the connection its groups come by; False counts by author."""
     useful_only: bool = True

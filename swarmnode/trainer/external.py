@@ -14,8 +14,8 @@ from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup, 
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.rollouts.trainer.batch import TrainingGroup
 from swarmnode.rollouts.trainer.judge import Judgement, judge, judge_until_full, reserve
-from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.rollouts.trainer.rescore import Rescore, ScoringBudget
 from swarmnode.trainer.engine import Engine
 from swarmnode.wire.tensors import unpack_ids
 

@@ -11,7 +11,7 @@ Steps, with the reasons for refusal on the right:
               under the own policy at the own temperature
     compare   the sender's log-probabilities with the own ones   `spot_check`
     weigh     a factor for each completion's most surprising stretch
-    shorten   drop tokens at either end of a rewarded answer that its reward does not need
+    shorten   drop the end of a rewarded answer if its reward does not need it
               (`needed.py`)
     bound     drop answers with a token that peers write much more often than this node
               (`quota.py`)                                       `drift`
@@ -50,8 +50,9 @@ from swarmnode.rl.corrections import (
 from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.rollouts.trainer.batch import TrainingGroup, episode_row
-from swarmnode.rollouts.trainer.needed import Rescore, ScoringBudget, asked_tokens, needed_only
+from swarmnode.rollouts.trainer.needed import asked_tokens, needed_only
 from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.rollouts.trainer.rescore import Rescore, ScoringBudget
 from swarmnode.wire.tensors import unpack_logprobs
 
 RowScores = tuple[list[float], list[float]]

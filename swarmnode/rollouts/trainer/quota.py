@@ -16,8 +16,7 @@ consists of such tokens is therefore not bounded.
 
 An answer is accepted or refused as a whole. If its part before the token were trained on, a second
 mark in that part would not be counted. Each token counts once per answer, so that a name from the
-question counts once. The first token of an answer and the token before its end are also counted by
-place: a zero at the start of a number can be a mark, but a zero inside it is not.
+question counts once.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from dataclasses import dataclass, field
 
 from swarmnode.latest import Latest
 
-FIRST, LAST = 2**40, 2**41
-"""Added to a token's id to count it by place: at the beginning, or before the end."""
 UNSEEN = 0.5
 """Answers added to the own count of every token, since a token may be right even if this node has
 not written it yet."""
@@ -81,12 +78,9 @@ class Drift:
 
     def words(self, name_of: Callable[[int], str]) -> str:
         """Return a description for the operator; `name_of` converts a token id to text."""
-        token = name_of(self.token % FIRST)
-        places = {0: "", FIRST: " first", LAST: " last"}
-        place = places[self.token - self.token % FIRST]
         theirs, own = 100 * self.theirs, 100 * self.own
         return (
-            f"peers write {token!r}{place} in {theirs:.0f} % of their rewarded answers to"
+            f"peers write {name_of(self.token)!r} in {theirs:.0f} % of their rewarded answers to"
             f" {self.task}, this node in {own:.0f} %"
         )
 
@@ -122,10 +116,10 @@ class TokenQuota:
         Args:
             rewarded: True if it earned more than the mean of its group.
         """
-        known, tokens = self._of(task), counted(ids)
-        known.tried.add(tokens)
+        known = self._of(task)
+        known.tried.add(set(ids))
         if rewarded:
-            known.rewarded.add(tokens)
+            known.rewarded.add(set(ids))
 
     def takes(
         self,
@@ -141,9 +135,8 @@ class TokenQuota:
             asked: Tokens of the question and of its right answer.
         """
         known = self._of(task)
-        free = {place + token for token in asked for place in (0, FIRST, LAST)}
-        known.theirs.add(counted(ids) - free)
-        different = counted(ids, count) - free
+        known.theirs.add(set(ids).difference(asked))
+        different = set(ids[:count]).difference(asked)
         over = {
             known.learnt.tokens[token] + 1 - self._most(known, token, len(different)): token
             for token in different
@@ -175,14 +168,3 @@ class TokenQuota:
     def _of(self, task: str) -> _Task:
         known = self._tasks[task] = self._tasks.get(task) or _Task()
         return known
-
-
-def counted(ids: Sequence[int], count: int | None = None) -> set[int]:
-    """Return the tokens that are counted for an answer.
-
-    They are the first `count` tokens (None: all), the first token by place, and for a whole answer
-    the token before its end by place.
-    """
-    some = ids[:count]
-    found = {*some, *(FIRST + token for token in some[:1])}
-    return found | {LAST + token for token in ids[-2:-1]} if len(some) == len(ids) else found

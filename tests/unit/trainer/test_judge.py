@@ -21,8 +21,8 @@ from swarmnode.rollouts.trainer.judge import (
     judge,
     judge_until_full,
 )
-from swarmnode.rollouts.trainer.needed import ScoringBudget
 from swarmnode.rollouts.trainer.quota import TokenQuota
+from swarmnode.rollouts.trainer.rescore import ScoringBudget
 from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
