@@ -39,7 +39,7 @@ from swarmnode.weights.payload import parse
 from swarmnode.weights.rule import NOLOCO, Rule, mixing_weight, next_outer_step, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer.codecs import Anchor, decode, encode, encode_smallest, make_anchor
-from swarmnode.weights.trainer.gate import AveragingGate, norm, threshold
+from swarmnode.weights.trainer.gate import NORM_RATIO, norm
 from swarmnode.weights.trainer.outer import OuterState, Tensors, host_copy
 from tests.support.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, solo_step
 
@@ -77,8 +77,9 @@ class Arm:
     a partner. `swap`: a replica asks up to TRIES replicas when its own outer step is due, and each
     side commits independently."""
     hostile: str = ""
-    """Behaviour of the last replica. flip sends −θ; informed sends the worst that passes its
-    partner's clip; silent exchanges nothing."""
+    """Behaviour of the last replica. flip sends −θ; noise sends random weights of the partner's
+    norm; informed sends the weights that revert as many of the partner's last update as its gate
+    accepts; silent exchanges nothing."""
 
 
 ARMS = (
@@ -94,6 +95,7 @@ ARMS = (
     Arm("NoLoCo + gate, one peer silent", gate=True, hostile="silent"),
     Arm("one peer sends −θ, no gate", hostile="flip"),
     Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
+    Arm("one peer sends noise, gate", gate=True, hostile="noise"),
     Arm("one informed peer, gate", gate=True, hostile="informed"),
     *(
         Arm(
@@ -174,7 +176,6 @@ class Swarm:
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
         of_weights = self.arm.codec in ("bfloat16", "float32")
         self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
-        self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.pending: deque[PendingStep] = deque()
         """Outer steps under way, oldest first."""
         every = self.size.sync_every
@@ -332,25 +333,22 @@ class Swarm:
         """Return the mean of both replicas' fragment; None where the gate refuses."""
         mine, sent = snapshots[me], snapshots[other]
         anchor = self.anchor.of(list(mine)) if self.anchor is not None else None
-        moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
-            sent = self._attack(me, mine, moved)
+            sent = self._attack(me, mine, weight)
         change = norm(sent, minus=self.states[other].phi)
         theirs = self._travel(sent, fragment, anchor, change)
         if not self.arm.gate:
             return blend(mine, theirs, weight)
-        judged = judge(
-            self.gates[me],
-            f"peer{other}",
-            mine,
-            theirs,
-            weight=weight,
-            moved=norm(moved),
-            probe=lambda tensors: self._probe(me, tensors),
-        )
+        outcome, mean = self._judge(me, mine, theirs, weight)
         hostile = "hostile " * (other == HOSTILE and bool(self.arm.hostile))
-        self.judged[hostile + judged.outcome] += 1
-        return judged.mean
+        self.judged[hostile + outcome] += 1
+        return mean
+
+    def _judge(
+        self, me: int, mine: Tensors, theirs: Tensors, weight: float
+    ) -> tuple[str, Tensors | None]:
+        """Run the gate of `me`; return (outcome, mean or None)."""
+        return judge(mine, theirs, weight=weight, probe=lambda tensors: self._probe(me, tensors))
 
     def _alone(self, me: int, snapshot: Tensors, fragment: int = 0) -> None:
         self._commit(me, snapshot, {}, fragment=fragment)
@@ -371,13 +369,25 @@ class Swarm:
         self.sent += len(payload) / elements(self.layout) / REPLICAS
         return decode(payload, piece, codec, fragment=fragment, anchor=anchor)
 
-    def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
-        """flip: −θ. informed: against the partner's last update, up to the bound of its gate."""
+    def _attack(self, me: int, mine: Tensors, weight: float) -> Tensors:
+        """Return what the hostile replica sends to `me`."""
         if self.arm.hostile == "flip":
             return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
-        length = norm(moved)
-        tau = threshold(self.gates[me].medians(mine), norm(mine), length)
-        return {n: t - moved[n] * (0.99 * tau / max(length, 1e-12)) for n, t in mine.items()}
+        if self.arm.hostile == "noise":
+            generator = torch.Generator().manual_seed(self._now)
+            noise = {n: torch.randn(t.shape, generator=generator) for n, t in mine.items()}
+            scale = norm(mine) / norm(noise)
+            return {n: scale * t for n, t in noise.items()}
+        moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
+        reverted = lambda factor: {n: t - factor * moved[n] for n, t in mine.items()}
+        least, most = 0.0, (1 + NORM_RATIO) * norm(mine) / max(norm(moved), 1e-12)
+        for _ in range(16):  # the largest factor that the gate accepts, by bisection
+            factor = (least + most) / 2
+            if self._judge(me, mine, reverted(factor), weight)[1] is None:
+                most = factor
+            else:
+                least = factor
+        return reverted(0.99 * least)
 
     def _probe(self, me: int, tensors: Tensors) -> float:
         full = {n: tensors.get(n, p)[None] for n, p in self.views[me].items()}

@@ -429,7 +429,8 @@ class WeightsConfig(Section):
     """Averaging of the weights with peers: `noloco` or `off`."""
     partners: Literal["known", "anyone"] = "known"
     """Peers with which this node averages: those that it knows (see `stages.trust`), or `anyone`.
-    The average with a hostile peer may carry marks into this node's answers."""
+    The checks of a partner's weights detect faults, not attacks: a hostile partner can put marks
+    into this node's answers and make its policy worse."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps of a fragment, H."""
     fragments: int = Field(default=4, ge=1, le=1024)

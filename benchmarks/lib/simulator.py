@@ -43,7 +43,7 @@ from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.loop import best_rows
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.trainer.averaged import AveragedTensors
-from swarmnode.weights.trainer.gate import AveragingGate, GateDecision, Losses, LossProbe, norm
+from swarmnode.weights.trainer.gate import Losses, LossProbe, examine, norm, passes_probe
 from swarmnode.weights.trainer.outer import OuterState, Tensors, host_copy, prepare
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import swarm_id
@@ -194,35 +194,35 @@ class OwnSample:
 
 
 class Averaging:
-    """A node's slow weights, gate, probe and codec: `weights.trainer.replica.Replica` without files
-    and threads."""
+    """A node's slow weights, probe and codec: `weights.trainer.replica.Replica` without files and
+    threads."""
 
     def __init__(self, policy: Policy, batcher: MicroBatcher, temperature: float) -> None:
         self.tensors = AveragedTensors(trainable(policy.model), 1, threading.Lock())
+        self._is_adapter = policy.base is not policy.model
         self.probe = LossProbe(policy, batcher, temperature, self.tensors)
         self.outer = OuterState(self.tensors.parameters)
-        self.gate = AveragingGate()
 
     def copy(self) -> tuple[Tensors, bytes]:
         """Return the weights, and their payload for a partner."""
         snapshot = host_copy(self.tensors.parameters)
         return snapshot, self.tensors.encode(0, snapshot, norm(snapshot, minus=self.outer.phi))
 
-    def step(self, peer: str, snapshot: Tensors, payload: bytes) -> str:
+    def step(self, snapshot: Tensors, payload: bytes) -> str:
         """Take an outer step with a partner's payload; return the gate's outcome."""
         theirs = self.tensors.decode(0, payload, snapshot)
         slow = self.outer.slow(list(snapshot))
-        found = self.gate.examine(peer, snapshot, theirs, moved=norm(snapshot, minus=slow.phi))
-        losses: list[Losses | None] = []
-        if found.mean is None:
-            judged = GateDecision(found.refusal)
-        elif not self.probe.measure(snapshot, found.mean, losses.append):
-            judged = GateDecision("local")
-        else:
-            judged = self.gate.conclude(found, *losses)
-        assert self.outer.take(prepare(self.outer.rule, slow, judged.mean or {}, snapshot))
+        found = examine(snapshot, theirs, adapter=self._is_adapter)
+        outcome, mean, losses = found.refusal, found.mean, list[Losses | None]()
+        if mean is not None:
+            if not self.probe.measure(snapshot, mean, losses.append):
+                outcome = "local"
+            else:
+                outcome = "accepted" if losses[0] and passes_probe(losses[0]) else "probe"
+        averaged = mean if mean is not None and outcome == "accepted" else {}
+        assert self.outer.take(prepare(self.outer.rule, slow, averaged, snapshot))
         self.outer.merge_parameters(self.tensors.parameters, snapshot)
-        return judged.outcome
+        return outcome
 
 
 def make_key(text: str) -> Ed25519PrivateKey:
@@ -451,12 +451,9 @@ class Swarm:
             assert one.replica is not None
             assert other.replica is not None
             (mine, sent), (theirs, received) = one.replica.copy(), other.replica.copy()
-            for node, snapshot, payload, peer in (
-                (one, mine, received, other.peer),
-                (other, theirs, sent, one.peer),
-            ):
+            for node, snapshot, payload in ((one, mine, received), (other, theirs, sent)):
                 assert node.replica is not None
-                outcome = node.replica.step(peer, snapshot, payload)
+                outcome = node.replica.step(snapshot, payload)
                 node.version += 1
                 self.trace.exchanges[outcome] = self.trace.exchanges.get(outcome, 0) + 1
 

@@ -312,12 +312,12 @@ class TurnSwarm:
             assert one.replica is not None
             assert other.replica is not None
             (mine, sent), (theirs, received) = one.replica.copy(), other.replica.copy()
-            self._outer_step(one, other.peer, mine, received)
-            self._outer_step(other, one.peer, theirs, sent)
+            self._outer_step(one, mine, received)
+            self._outer_step(other, theirs, sent)
 
-    def _outer_step(self, node: TurnNode, partner: str, snapshot: Any, payload: bytes) -> None:
+    def _outer_step(self, node: TurnNode, snapshot: Any, payload: bytes) -> None:
         assert node.replica is not None
-        self.exchanges[node.replica.step(partner, snapshot, payload)] += 1
+        self.exchanges[node.replica.step(snapshot, payload)] += 1
         node.counters.policy_version += 1
 
 

@@ -10,7 +10,7 @@ from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.weights.local import WeightsReport
 
-ACCEPTED_OUTCOMES = ("accepted", "clipped", "lagging")
+ACCEPTED_OUTCOMES = ("accepted", "lagging")
 """Outcomes of swaps in which the node used the partner's weights."""
 LOST_STEPS = 6
 """Steps that a killed node may lose: the time of two saves of the state, each less than two seconds

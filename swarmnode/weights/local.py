@@ -214,15 +214,13 @@ PROOF: Final = COST
 """Cost in reputation of a proven lie."""
 
 OUTCOMES: Final[dict[str, float]] = {
-    "accepted": 0.0,
-    "clipped": 0.0,  # accepted with a shorter difference: honest replicas differ in speed
+    "accepted": 0.0,  # the only one with which the partner's weights are averaged into this node's
     "lagging": 0.0,  # too many outer steps behind this node: served, averaged with weight 0
     "payload": PROOF,  # refused by `payload` or `codecs`
     "shape": PROOF,  # other names, shapes or dtypes
     "bounds": PROOF,
     "not_finite": PROOF,
     "norm_ratio": PROOF,
-    "too_far": 0.0,
     "probe": 0.0,
     "own_not_finite": 0.0,  # this node's weights are not finite
     "local": 0.0,  # the file is missing, or this node's φ changed during the swap
@@ -232,8 +230,6 @@ OUTCOMES: Final[dict[str, float]] = {
 OWN_FAULTS: Final = frozenset(("own_not_finite", "local"))
 """Outcomes that are this node's fault. All others without a commit lengthen the partner's backoff
 (`network.swaps.PeerBackoff`)."""
-AVERAGED: Final = frozenset(("accepted", "clipped"))
-"""Outcomes with a partner's weights averaged into this node's."""
 
 ADOPTIONS: Final[dict[str, float]] = {
     "adopted": 0.0,
@@ -257,8 +253,6 @@ class WeightsReport(msgspec.Struct, frozen=True):
     solo_steps_total: int = 0
     distance: float | None = None
     """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
-    clip_ratio: float | None = None
-    """Mean share of a partner's difference that was applied; 1 without clipping."""
     stall_seconds_total: float = 0.0
     """Seconds since the process started in which training stopped for the probe and commits, plus
     those in which a copy may have blocked the optimizer."""

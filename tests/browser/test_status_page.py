@@ -40,8 +40,8 @@ SHOWN = [
     "Swarm (claimed, not verified) 4 nodes with a recent summary; the median of their held-out"
     " rewards is 0.567.",
     *("attic", "Küche 2", "gpu-box-7", "0.624", "5, 4 fragments", "of 186.3 GiB"),
-    "distance 2.1 %, 97 % of the difference taken",
-    *("accepted 16, clipped 2", "applied done 16", "busy no partner 6", "failed no effect 2"),
+    "distance 2.1 %",
+    *("accepted 16, lagging 2", "applied done 16", "busy no partner 6", "failed no effect 2"),
     *("96.0 MiB, 24 s of CPU", "212.0 GiB free of 476.0 GiB", "/swarmnode/groups/1 4.5 MiB"),
     "Example GPU, 20.0 GiB of 24.0 GiB free, 3.0 GiB held by this node",
     *("0.4 s ahead of most peers'", "special ids own, not shared"),

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from swarmnode.weights.rule import Rule
-from swarmnode.weights.trainer.gate import AveragingGate, GateDecision, Losses
+from swarmnode.weights.trainer.gate import Losses, examine, passes_probe
 from swarmnode.weights.trainer.outer import OuterState, SlowWeights, Tensors, prepare
 
 OFF: Final = Rule(0.0, 1.0)
@@ -62,17 +62,24 @@ def outer_step_of_two_tensors(
 
 
 def judge(
-    gate: AveragingGate,
-    peer: str,
     mine: Tensors,
     theirs: Tensors,
     *,
     weight: float = 0.5,
-    moved: float = 0.0,
+    adapter: bool = False,
     probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None,
-) -> GateDecision:
-    """Run `examine`, the probe and `conclude` at once. probe: loss with these tensors, nats."""
-    found = gate.examine(peer, mine, theirs, weight=weight, moved=moved)
+) -> tuple[str, Tensors | None]:
+    """Run all checks of the gate at once.
+
+    Args:
+        probe: Returns the loss with these tensors, nats per token.
+
+    Returns:
+        (outcome, θ̄ or None).
+    """
+    found = examine(mine, theirs, weight=weight, adapter=adapter)
     if found.mean is None:
-        return GateDecision(found.refusal)
-    return gate.conclude(found, probe and Losses(probe(mine), probe(found.mean)))
+        return found.refusal, None
+    if probe and not passes_probe(Losses(probe(mine), probe(found.mean))):
+        return "probe", None
+    return "accepted", found.mean

@@ -157,7 +157,6 @@ def example_at(t: float) -> NodeSnapshot:
             exchanges_total=steps // 14,
             solo_steps_total=1,
             distance=0.021,
-            clip_ratio=0.97,
             stall_seconds_total=steps * 0.004,
         ),
     )
@@ -340,7 +339,7 @@ def example_at(t: float) -> NodeSnapshot:
             received_bytes=steps // 14 * 41_000,
             outcomes={"applied": steps // 15, "solo": 1, "busy": steps // 40, "failed": 2},
             failures={"timeout": 1, "hash": 1},
-            judged={"accepted": steps // 15, "clipped": 2},
+            judged={"accepted": steps // 15, "lagging": 2},
             pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
         ),
         swarm=SummaryStatistics(

@@ -229,7 +229,7 @@ class Party:
     async def _apply(self, message: local.ApplyPayload) -> None:
         await trio.sleep(self.judges_in)
         outcome = self.verdict(message.peer)
-        committed = outcome in ("accepted", "clipped", "lagging")
+        committed = outcome in ("accepted", "lagging")
         self.replica.outer_steps[message.fragment] += committed
         self.applied[message.peer] += committed
         self.exchange.swap_ended(

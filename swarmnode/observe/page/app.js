@@ -472,7 +472,7 @@ function weights(s) {
     ["state", w.phase === "idle" ? "" : w.phase],
     ["outer steps", known(report.outer_step) ? `${count(report.outer_step)}, ${count(report.fragments)} fragments` : ""],
     ["partners", `${count(w.candidates)} available${partners.length ? "; " : ""}${partners.join(", ")}`],
-    ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %, ${known(report.clip_ratio) ? Math.round(100 * report.clip_ratio) : "–"} % of the difference taken` : ""],
+    ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %` : ""],
     ["exchanges", finished ? `${(w.exchange_seconds / finished).toFixed(2)} s each, ${bytes(w.received_bytes)} received` : ""],
     ["gate", Object.entries(w.judged).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);

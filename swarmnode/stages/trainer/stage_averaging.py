@@ -152,7 +152,7 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
 #     this stage     runs the newest committed micro-batches with own and with averaged weights
 #     later stages   run both outputs, by `RunMessage` on the state streams
 #     loss           − log-probability of completions better than their group, nats per token; of
-#                    all completions if there are too few of these, and KL (`weights.trainer.gate`)
+#                    all completions if there are too few of these
 #
 # The stage works with its own weights until the verdict arrives. Without a verdict the average is
 # rejected.
@@ -209,7 +209,7 @@ class AverageProbe:
         seconds = VERDICT_SECONDS[0] + VERDICT_SECONDS[1] * self.step_seconds
 
         def begin() -> None:
-            work = lambda: _judge(exchange, judged, rewarded, mine, mean, answer, seconds)
+            work = lambda: _judge(exchange, judged, mine, mean, answer, seconds)
             if not exchange.channel.spawn(work):  # the crew has ended
                 answer(None)
 
@@ -223,7 +223,6 @@ class AverageProbe:
 async def _judge(
     exchange: StateExchange,
     known: Sequence[tuple[StageInput, list[int]]],
-    rewarded: bool,
     mine: Mapping[str, torch.Tensor],
     mean: Mapping[str, torch.Tensor],
     answer: Answer,
@@ -233,7 +232,6 @@ async def _judge(
 
     Args:
         known: Micro-batches, each with the completions that count.
-        rewarded: See `weights.trainer.gate.compare`.
         seconds: Deadline.
     """
     losses = None
@@ -253,7 +251,7 @@ async def _judge(
                 except (Incompatible, ValueError):  # a number with the average is not finite
                     after += [-math.inf] * len(found)
                 before += found
-            losses = compare(before, after, rewarded) if before else None
+            losses = compare(before, after) if before else None
     except (PeerError, ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(error, PeerError | ValueError) and not is_device_error(error):
             raise

@@ -33,17 +33,11 @@ import torch
 from swarmnode.config import WeightsConfig
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.local import AVERAGED, WeightsReport, writing_seconds
+from swarmnode.weights.local import WeightsReport, writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer.averaged import AveragedTensors
-from swarmnode.weights.trainer.gate import (
-    NORM_RATIO,
-    AveragingGate,
-    Losses,
-    Probe,
-    norm,
-)
+from swarmnode.weights.trainer.gate import NORM_RATIO, Losses, Probe, norm, passes_probe
 from swarmnode.weights.trainer.outer import (
     OuterState,
     Tensors,
@@ -102,12 +96,7 @@ class Replica:
         outer = OuterState(tensors.parameters)
         schedule = OuterSchedule(cfg.sync_every, len(tensors.parts), tensors.blocks)
         self._parts = ReplicaParts(
-            tensors,
-            outer,
-            counters,
-            SwapTable(),
-            AveragingGate(grows=adapter is not None),
-            schedule,
+            tensors, outer, counters, SwapTable(), schedule, adapter is not None
         )
         self._settled = threading.Event()
         self._announced = threading.Event()
@@ -251,7 +240,7 @@ class Replica:
             answer = lambda losses: self._worker.arrived.append(
                 AverageMeasured(swap.session, found, losses)
             )
-            if not self._probe.measure(dict(found.mine), found.mean, answer):
+            if not self._probe.measure(swap.snapshot, found.mean, answer):
                 log.info(
                     "rejected weights of %s: too few own completions to probe them",
                     swap.peer,
@@ -267,25 +256,28 @@ class Replica:
         if swap is None or losses is None:
             self._end(swap, measured.session, "local")
             return
-        decision = self._parts.gate.conclude(found, losses)
-        if decision.mean is None:
+        if found.mean is None or not passes_probe(losses):
             log.info(
                 "rejected weights of %s: probe loss %.3f -> %.3f nats per token",
                 swap.peer,
                 losses.before,
                 losses.after,
             )
-            self._end(swap, swap.session, decision.outcome)
+            self._end(swap, swap.session, "probe")
         else:
             self._distance = found.relative_distance  # meaningful for accepted weights only
-            self._schedule_step(swap, decision.outcome, decision.mean)
+            self._schedule_step(swap, "accepted", found.mean)
 
     def _schedule_step(self, swap: TrainerSwap, outcome: str, mean: Tensors) -> None:
-        """Have the worker prepare the outer step: with `mean` if `outcome` is in AVERAGED,
-        otherwise with this node's weights."""
+        """Have the worker prepare the outer step.
+
+        Args:
+            outcome: `accepted` or `lagging`.
+            mean: θ̄; empty for a step with this node's weights alone.
+        """
         swap = dataclasses.replace(swap, outcome=outcome)
         if self._parts.swaps.update(swap):
-            self._worker.submit(PrepareStep(swap, mean if outcome in AVERAGED else {}))
+            self._worker.submit(PrepareStep(swap, mean))
         else:
             self._end(None, swap.session, "local")
 
@@ -308,7 +300,7 @@ class Replica:
                 outer_step,
             )
         )
-        return swap.outcome in AVERAGED
+        return swap.outcome == "accepted"
 
     def _end(self, swap: TrainerSwap | None, session: bytes, outcome: str) -> None:
         """End a swap without a commit.
@@ -330,7 +322,7 @@ class Replica:
     def _step(self, swap: TrainerSwap) -> bool:
         """Take a prepared outer step of a swap's or a solo step's blocks. Return False, without
         effect, if φ has changed since the copy was made."""
-        parts, averaged = self._parts, swap.outcome in AVERAGED
+        parts, averaged = self._parts, swap.outcome == "accepted"
         if swap.prepared is None:
             return False
         blocks = {fragments.block_of(name) for name in swap.snapshot}
@@ -405,6 +397,5 @@ class Replica:
             exchanges_total=counters.exchanges_total,
             solo_steps_total=counters.solo_steps_total,
             distance=self._distance,
-            clip_ratio=self._parts.gate.clip_ratio,
             stall_seconds_total=self._stalled + self._worker.copy_seconds,
         )

@@ -32,7 +32,7 @@ from swarmnode.weights.rule import mixing_weight, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
 from swarmnode.weights.trainer import codecs
 from swarmnode.weights.trainer.averaged import AveragedTensors
-from swarmnode.weights.trainer.gate import AveragingGate, Examination, Losses, norm
+from swarmnode.weights.trainer.gate import Examination, Losses, examine, norm
 from swarmnode.weights.trainer.outer import (
     OuterState,
     Prepared,
@@ -161,10 +161,10 @@ class ReplicaParts:
     """Changed by the trainer's thread; the outer step counters under `tensors.lock`."""
     swaps: SwapTable
     """Changed by any thread; it has its own lock."""
-    gate: AveragingGate
-    """Changed by any thread; it has its own lock."""
     schedule: OuterSchedule
     """Changed by the trainer's thread."""
+    is_adapter: bool
+    """True if the weights are those of an adapter. Never changed."""
 
     def outer_step(self, names: Iterable[str]) -> int:
         """Return the number of outer steps of the block with the fewest, among the blocks of these
@@ -356,7 +356,7 @@ class AveragingWorker:
         """Read a partner's payload and run all checks of the gate except for the probe, which runs
         between two steps."""
         session = message.session
-        refused = lambda why: PayloadExamined(session, Examination(message.peer, why))
+        refused = lambda why: PayloadExamined(session, Examination(why))
         swap = self._parts.swaps.get(session)
         if swap is None:  # a commit has replaced φ since the copy
             return refused("local")
@@ -374,12 +374,11 @@ class AveragingWorker:
         lag = float(swap.outer_step - message.outer_step)
         if too_far_behind(lag):
             return refused("lagging")
-        found = self._parts.gate.examine(
-            swap.peer,
+        found = examine(
             swap.snapshot,
             theirs,
             weight=mixing_weight(lag),
-            moved=norm(swap.snapshot, minus=swap.slow.phi),
+            adapter=self._parts.is_adapter,
         )
         return PayloadExamined(session, found)
 

@@ -58,7 +58,7 @@ def test_a_good_run_has_no_failure():
         ),
         ({"reward_held_out_start": None, "reward_held_out": None}, "held-out reward – → –"),
         ({"peers_used": {}}, "trained on 0 groups of 0 peers"),
-        ({"weights": None, "judged": {"probe": 2, "clipped": 9}}, "0 times; refused: probe 2"),
+        ({"weights": None, "judged": {"probe": 2, "lagging": 9}}, "0 times; refused: probe 2"),
         ({"restarts": 1}, "1 restarts"),
     ],
 )

@@ -220,7 +220,6 @@ async def test_a_failed_fetch_is_counted_by_cause(error, cause, reason, autojump
         ("not_finite", "gate", True),
         ("payload", "gate", True),
         ("probe", "gate", False),
-        ("too_far", "gate", False),
         ("local", "local", False),
         ("own_not_finite", "local", False),
     ],
