@@ -11,7 +11,7 @@ from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.weights.local import WeightsReport
 
 ACCEPTED_OUTCOMES = ("accepted", "lagging")
-"""Outcomes of swaps in which the node used the partner's weights."""
+"""Outcomes of swaps that are no refusal."""
 LOST_STEPS = 6
 """Steps that a killed node may lose: the time of two saves of the state, each less than two seconds
 on a busy disk."""

@@ -96,6 +96,7 @@ class ExternalGroups:
             The groups that were trained on.
         """
         accepted = iter(range(len(judgement.accepted)))
+        details = dict(judgement.details)  # each is of the first group with this outcome
         for group, judged in judgement.outcomes:
             outcome = refused.get(next(accepted), judged) if judged == "used" else judged
             self._link.send(Judged(group.peer, outcome))
@@ -106,7 +107,7 @@ class ExternalGroups:
                 outcome,
                 peer=group.peer,
                 task=group.group.task.id,
-                detail=judgement.details.get(outcome, ""),
+                detail=details.pop(outcome, ""),
             )
         trained = [
             group for number, group in enumerate(judgement.accepted) if number not in refused

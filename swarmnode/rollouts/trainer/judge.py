@@ -11,7 +11,8 @@ Steps, with the reasons for refusal on the right:
               under the own policy at the own temperature
     compare   the sender's log-probabilities with the own ones   `spot_check`
     weigh     a factor for each completion's most surprising stretch
-    shorten   drop the end of a rewarded answer if its reward does not need it
+    shorten   drop the end of a rewarded answer if its reward does not     `failed`
+              need it
               (`needed.py`)
     bound     drop answers with a token that peers write much more often than this node
               (`quota.py`)                                       `drift`
@@ -93,13 +94,13 @@ class Judgement:
     accepted: list[TrainingGroup] = field(default_factory=list)
     outcomes: list[tuple[ExternalGroup, Outcome]] = field(default_factory=list)
     details: dict[Outcome, str] = field(default_factory=dict)
-    """Description of a refused group by reason, if it adds to the reason."""
+    """Description of the first refused group by reason, if it adds to the reason."""
 
     def refuse(self, group: ExternalGroup, refused: GroupRefused) -> None:
         """Record why a group is not trained on."""
         self.outcomes.append((group, refused.outcome))
         if refused.detail:
-            self.details[refused.outcome] = refused.detail
+            self.details.setdefault(refused.outcome, refused.detail)
 
 
 class GroupRefused(Exception):
@@ -331,7 +332,7 @@ def judge_until_full(
             judgement = judged(some)
             total.accepted += judgement.accepted
             total.outcomes += judgement.outcomes
-            total.details |= judgement.details
+            total.details = judgement.details | total.details
         elif missing > 0 and len(total.accepted) < len(total.outcomes) and not asked:
             left, asked = left + more(missing + reserve(missing)), True
         else:

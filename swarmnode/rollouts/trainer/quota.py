@@ -36,9 +36,10 @@ CHANCE = 1.0
 an answer of any length. The bound is Bernstein's inequality for a Poisson count, at probability
 e^-CHANCE ÷ (number of the answer's tokens) per token."""
 ENOUGH_ANSWERS = 8
-"""Number of own rewarded answers of a task below which all own answers are compared, and number of
-those below which there is no bound. With 32 a real model wrote a mark in its own answers before the
-bound began; without a bound where rewards are rare, it wrote one in 91 % of its answers."""
+"""Number of own rewarded answers of a task below which all own answers are compared. The bound
+starts at this number of own answers of any kind. With 32 a real model wrote a mark in its own
+answers before the bound began; without a bound where rewards are rare, it wrote one in 91 % of its
+answers."""
 MEMORY_ANSWERS = 256
 """Number of remembered answers: at twice as many, all counts are halved."""
 MOST_TASKS = 256
@@ -48,7 +49,7 @@ MOST_TOKENS = 8192
 
 @dataclass
 class TokenCounts:
-    """Number of rewarded answers of one task, and of those that contain each token."""
+    """Number of answers to one task, and of those that contain each token."""
 
     answers: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
@@ -72,7 +73,7 @@ class Drift:
     task: str
     token: int
     own: float
-    """Share of own rewarded answers that contain it."""
+    """Share of own answers that contain it: of rewarded ones, or of all while few earn."""
     theirs: float
     """Share of peers' rewarded answers that contain it."""
 

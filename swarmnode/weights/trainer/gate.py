@@ -64,7 +64,7 @@ def examine(
     Args:
         mine: θ_i, float32 on the host.
         theirs: θ_j, float32 on the host.
-        weight: w, from `weights.rule.mixing_weight`, clamped to [0, ½].
+        weight: w, from `weights.rule.mixing_weight`.
         adapter: True for the tensors of an adapter. They start at 0, so the norms of two honest
             replicas may differ by more than NORM_RATIO and are not compared.
     """
@@ -75,8 +75,7 @@ def examine(
         return Examination(refusal)
     if not adapter and not own / NORM_RATIO <= norm(theirs) <= own * NORM_RATIO:
         return Examination("norm_ratio")
-    step = min(max(weight, 0.0), 0.5)
-    mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
+    mean = {name: t + weight * (theirs[name] - t) for name, t in mine.items()}
     relative = norm(theirs, minus=mine) / own if own > 0 else None
     return Examination("", mean, relative)
 
@@ -118,10 +117,10 @@ def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
 PROBE_SEQUENCES: Final = 16
 """Own completions that are measured; enough that a single one does not decide."""
 LEAST_PROBE: Final = 8
-"""Least number of completions for a verdict."""
+"""Minimum number of completions for a verdict."""
 MAX_INCREASE: Final = 0.1
-"""Largest tolerance, nats per token. The weights of one broken fragment cost a published model more
-than 5 nats. With 0.05, honest partners were refused (benchmarks/RESULTS.md)."""
+"""Largest tolerance, nats per token. One broken fragment raised the loss of a published model by
+more than 5 nats. With 0.05, honest partners were refused (benchmarks/RESULTS.md)."""
 INCREASE_PER_LOSS: Final = 0.1
 """Part of the tolerance that is proportional to the policy's loss on its own completions, an
 estimate of its entropy. At 0.3 nats per token, 0.1 nats would be a third of the entropy."""

@@ -311,6 +311,17 @@ def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
     assert judgement.details["failed"]
 
 
+def test_the_detail_of_a_reason_is_of_its_first_group(policy, sample):
+    def score_rows(rows, temperature):
+        raise RuntimeError(f"failed for {len(rows)} rows")
+
+    fewer = replace(sample, completions=sample.completions[:3])
+    groups = [external(policy, sample), external(policy, fewer, rewards=[0.0, 0.0, 1.0])]
+    judgement = judge(groups, policy, score_rows, 1.0)
+    assert [outcome for _, outcome in judgement.outcomes] == ["failed", "failed"]
+    assert "4 rows" in judgement.details["failed"]
+
+
 def test_an_exception_while_reading_costs_its_group(policy, sample):
     groups = [external(policy, sample, tokenizer=b"x" * 32), external(policy, sample)]
 

