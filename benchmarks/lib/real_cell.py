@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.lib.capability import weigh_by_capability
-from benchmarks.lib.report import machine, note, rounded
+from benchmarks.lib.report import commit, machine, note, rounded
 from benchmarks.lib.turns import (
     TurnNode,
     TurnSwarm,
@@ -229,6 +229,7 @@ class Cell:
             "size": asdict(self.size),
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
+            "commit": commit(),
             "held_out": self.held_out,
             "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / 1e9,
             "exchanges": dict(self.swarm.exchanges),

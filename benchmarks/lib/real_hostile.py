@@ -322,13 +322,14 @@ def swarm_of(row: Row) -> int:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """Return the table of the finished cells, one line for each task, swarm, kind of peers and
-    defence."""
+    """Return the table of the finished cells, one line for each task, swarm, kind of peers, defence
+    and commit. Older rows have no commit."""
     key = lambda row: (
         row["size"]["task"],
         swarm_of(row),
         KINDS.index(row["arm"]),
         row["defence"],
+        row.get("commit", ""),
     )
     groups = [list(same) for _, same in itertools.groupby(sorted(rows, key=key), key)]
     mean = lambda value, digits: lambda same: spread([value(row) for row in same], digits)
@@ -367,6 +368,7 @@ def show(rows: Sequence[Row]) -> str:
             "nodes": lambda same: swarm_of(same[0]),
             "peers": lambda same: same[0]["arm"],
             "defence": lambda same: same[0]["defence"],
+            "commit": lambda same: same[0].get("commit", ""),
             "seeds": len,
             "marked at the end, %": marked(lambda row: points(row)[-1]),
             "highest": marked(lambda row: max(points(row))),

@@ -131,6 +131,20 @@ def machine() -> str:
     return f"{cores} cores {platform.machine().replace('_', '-')}, {gpu}"
 
 
+def commit() -> str:
+    """Return the short hash of the checkout's commit, with `+` if a file differs from it; empty
+    without git."""
+    where = Path(__file__).parent
+    shown = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return shown.stdout.strip()
+
+
 def command() -> str:
     """Return the command line of this process."""
     module = sys.modules["__main__"].__spec__
