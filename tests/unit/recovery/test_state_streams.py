@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import trio
-from trio.testing import memory_stream_pair
+from trio.testing import lockstep_stream_pair, memory_stream_pair
 
 from swarmnode.errors import Incompatible, PeerError, PeerTimeout
 from swarmnode.stages.stage_frames import Fence, FrameLimits, Place, activation_bytes
@@ -56,7 +56,9 @@ SETTINGS = RecoverySettings(seconds=5.0, neighbour_seconds=5.0)
 class Member:
     """Stage 1 of three with a real `StateExchange`; the test is stages 0 and 2."""
 
-    def __init__(self, model, tmp_path, settings=SETTINGS, partial_bodies=None):
+    def __init__(
+        self, model, tmp_path, settings=SETTINGS, partial_bodies=None, pair=memory_stream_pair
+    ):
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
@@ -64,7 +66,7 @@ class Member:
         self.store.begin(IDENTITY, (1, 0, 2))
         self.ends, far = {}, {}
         for stage in (0, 2):
-            self.ends[stage], far[stage] = memory_stream_pair()
+            self.ends[stage], far[stage] = pair()
         spec = self.runtimes[1].spec
         self.recorder = Recorder(spec, settings, self.layouts, self.store)
         self.stage = LocalStage(
@@ -144,8 +146,13 @@ class Member:
 
 
 @pytest.fixture
-async def member(models, tmp_path):
-    one = Member(copy.deepcopy(models["llama"]), tmp_path)
+def pair():
+    return memory_stream_pair
+
+
+@pytest.fixture
+async def member(models, tmp_path, pair):
+    one = Member(copy.deepcopy(models["llama"]), tmp_path, pair=pair)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.peer.run)
         await quiet()
@@ -223,6 +230,7 @@ async def test_cancelled_or_answered_request_blocks_no_other(member):
     assert member.store.metadata(0).step == 10
 
 
+@pytest.mark.parametrize("pair", [lockstep_stream_pair])  # a chunk is sent when the last is read
 async def test_small_messages_overtake_a_body(member):
     member.work()
     await member.answer(0)
