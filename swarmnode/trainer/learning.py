@@ -32,6 +32,8 @@ SOLVED = 0.8
 REMEDY_FACTOR = 3.0
 """Factor of the learning rate that is advised for an unmoved reward, and its inverse after a
 collapse."""
+HIGHEST_REMEDY = 2.0
+"""Largest factor of the default that is advised."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,8 @@ class LearningWatch:
 
 def remedy_rate(rate: float, defaults: ModelDefaults) -> float | None:
     """Return the learning rate to try if the reward does not move: three times the present one, but
-    at most three times the default; None if the present rate is that high."""
-    highest = float(f"{REMEDY_FACTOR * defaults.learning_rate:.2g}")
+    at most twice the default; None if the present rate is that high."""
+    highest = float(f"{HIGHEST_REMEDY * defaults.learning_rate:.2g}")
     return min(REMEDY_FACTOR * rate, highest) if rate < highest else None
 
 

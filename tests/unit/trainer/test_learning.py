@@ -32,7 +32,7 @@ def test_unmoved_reward_is_reported_after_twenty_steps():
     found = verdicts(watch(), flat(25))
     assert [each.kind for each in found] == [""] * 19 + ["unmoved"] * 6
     assert "0.07 in the first 5, 0.07 in the latest 10" in found[19].text
-    assert "set training.learning_rate to 0.0015, or ask easier questions" in found[19].text
+    assert "set training.learning_rate to 0.001, or ask easier questions" in found[19].text
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_report_ends_when_the_reward_rises():
 
 
 @pytest.mark.parametrize(
-    ("rate", "advised"), [("1e-5", "3e-05"), ("7e-4", "0.0015"), ("15e-4", None), ("17e-4", None)]
+    ("rate", "advised"), [("1e-5", "3e-05"), ("7e-4", "0.001"), ("1e-3", None), ("17e-4", None)]
 )
 def test_advised_rate_stays_below_the_warning(rate, advised):
     run = watch(*ALONE, f"training.learning_rate={rate}")
