@@ -78,7 +78,7 @@ class Arm:
     side commits independently."""
     hostile: str = ""
     """Behaviour of the last replica. flip sends −θ; noise sends random weights of the partner's
-    norm; informed sends the weights that revert as many of the partner's last update as its gate
+    norm; informed sends the weights that revert as much of the partner's last update as its gate
     accepts; silent exchanges nothing."""
 
 

@@ -193,10 +193,10 @@ class LossProbe:
     """Probe for a node that holds the whole policy: it measures whether averaged weights make the
     policy worse on this node's own completions. The trainer's thread waits for it.
 
-    It takes completions that were rewarded, which the averaged policy must not unlearn, or any own
-    completions while too few were rewarded. Those were sampled from this node's policy, so the
-    increase of their loss estimates the KL divergence to the averaged policy: broken weights fail
-    before the first reward, too. Without own completions, no weights are accepted.
+    It takes completions that were rewarded, or any own completions while fewer than LEAST_PROBE
+    were rewarded. Those were sampled from this node's policy, so the increase of their loss
+    estimates the KL divergence to the averaged policy, and broken weights fail before the first
+    reward, too. With fewer than LEAST_PROBE own completions, no weights are accepted.
     """
 
     def __init__(

@@ -106,6 +106,8 @@ def test_recipes_are_listed(capsys):
     [
         (["policy.model=a/b"], []),
         (["policy.model=a/b", "policy.lora.r=8"], []),
+        (["policy.model=a/b", "training.learning_rate=2.9e-5"], []),
+        (["policy.model=a/b", "training.learning_rate=3.1e-5"], ["learning_rate"]),
         (
             ["policy.model=a/b", "training.learning_rate=3e-4", "training.max_completion_length=8"],
             ["learning_rate", "max_completion_length"],
